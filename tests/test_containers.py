@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from conftest import fork
 
 import chunkflow_compile
 from chunkflow_compile.hardware.caches import FOLDER_VARIABLE
@@ -43,24 +45,23 @@ for size in (2, 3):
             assert torch.equal(run(x), want)
     assert programs(model)
 """
-# What the interpreter has read stays, so that it may lie where the user cannot go.
-ANOTHER_USER = """
-import os
-import torch._dynamo, torch._inductor.config, torch._inductor.standalone_compile, chunkflow_compile.frontend.backend
-torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
-os.setgroups([])
-os.setgid(12345)
-os.setuid(12345)
-"""
 
 
-def python(code: str, environment: dict[str, str | None]) -> str:
-    """What a process prints; fails if it fails, or prints a traceback."""
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **environment}
-    kept = {name: value for name, value in given.items() if value is not None}
-    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    return done.stdout
+def in_a_fork(rank: int, printed: str, environment: dict[str, str | None], user: int) -> None:
+    """Runs it in this process, as another user; what has been imported may lie where that user cannot go."""
+    import torch._inductor.config
+    import torch._inductor.standalone_compile  # noqa: F401
+
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    with open(printed, "w") as file, contextlib.redirect_stdout(file):
+        if user != os.getuid():
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+        exec(RUN, {})
 
 
 def warned(printed: str) -> list[str]:
@@ -68,29 +69,34 @@ def warned(printed: str) -> list[str]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without an account")
-def test_a_user_without_an_account_or_home() -> None:
+def test_a_user_without_an_account_or_home(tmp_path: Path) -> None:
     """No HOME, and a cache folder that this user cannot write: one warning each."""
     with tempfile.TemporaryDirectory() as cache:  # a folder of pytest is for root only
         os.chmod(cache, 0o755)
-        found = warned(python(ANOTHER_USER + RUN, {"HOME": None, "XDG_CACHE_HOME": None, FOLDER_VARIABLE: cache}))
+        environment = {"HOME": None, "XDG_CACHE_HOME": None, FOLDER_VARIABLE: cache}
+        fork(in_a_fork, (str(tmp_path / "printed"), environment, 12345), 1)
+    found = warned((tmp_path / "printed").read_text())
     assert len(found) == 2, found
     assert f"{cache} cannot be (Permission denied)" in "".join(found)
     assert "This user has no home folder: set HOME or XDG_CACHE_HOME" in "".join(found)
 
 
-@pytest.mark.parametrize("what", ["in a file", pytest.param("a file", marks=pytest.mark.long)])
-def test_a_cache_folder_that_cannot_be_made(what: str, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """torch's compiler cannot be imported with it."""
     (tmp_path / "taken").touch()
-    path = tmp_path / "taken" / ("" if what == "a file" else "below")
-    (found,) = warned(python(RUN, {FOLDER_VARIABLE: str(path)}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment[FOLDER_VARIABLE] = f"{tmp_path}/taken/below"
+    done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    (found,) = warned(done.stdout)
     assert "taken" in found and "(Not a directory)" in found and f"set {FOLDER_VARIABLE} to a folder" in found
 
 
 def test_a_folder_of_plans_that_cannot_be_made(tmp_path: Path) -> None:
     """Torch's folder can be used, and the plans' cannot: one warning for all models."""
     (tmp_path / "chunkflow_plans").touch()
-    (found,) = warned(python(RUN, {FOLDER_VARIABLE: str(tmp_path)}))
+    fork(in_a_fork, (str(tmp_path / "printed"), {FOLDER_VARIABLE: str(tmp_path)}, os.getuid()), 1)
+    (found,) = warned((tmp_path / "printed").read_text())
     assert f"Plans are not saved in {tmp_path}/chunkflow_plans (" in found
 
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import forking
 from ranks import Ranks
-
-
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    found = Ranks(2, forking(), hangs_s=60)
-    yield found
-    found.close(kill=True)
 
 
 def changes_its_process(rank: int) -> None:
@@ -39,12 +32,13 @@ def finds_it_as_it_was(rank: int) -> None:
     assert everyone == 2
 
 
-def test_a_test_leaves_nothing_to_the_next(pair: Ranks) -> None:
-    pair.run(finds_it_as_it_was, ())  # the test before this one may have ended the pair
+def test_a_test_leaves_nothing_to_the_next() -> None:
+    pair = Ranks(2, forking(), hangs_s=60)
     before = [process.pid for process in pair.processes]
     for work in (changes_its_process, finds_it_as_it_was) * 2:
         pair.run(work, ())
     assert [process.pid for process in pair.processes] == before
+    pair.close(kill=True)
 
 
 def fails(rank: int) -> None:
@@ -64,17 +58,17 @@ def hangs(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "said"), [(fails, "rank 1 failed:(.|\n)*in fails(.|\n)*what rank 1 says"), (dies, "exit code 3")]
+    ("work", "hangs_s", "said"),
+    [
+        (fails, 60, "rank 1 failed:(.|\n)*in fails(.|\n)*what rank 1 says"),
+        (dies, 60, "exit code 3"),
+        (hangs, 5, "rank 1 hangs after 5 s:\n(.|\n)*in hangs"),
+    ],
 )
-def test_a_rank_that_fails(pair: Ranks, work: Callable[..., None], said: str) -> None:
+def test_a_rank_that_fails(work: Callable[..., None], hangs_s: float, said: str) -> None:
+    pair = Ranks(2, forking(), hangs_s)
     with pytest.raises(AssertionError, match=said):
         pair.run(work, ())
-
-
-def test_a_rank_that_hangs() -> None:
-    pair = Ranks(2, forking(), hangs_s=5)
-    with pytest.raises(AssertionError, match=r"rank 1 hangs after 5 s:\n(.|\n)*in hangs"):
-        pair.run(hangs, ())
     pair.close(kill=True)
 
 

@@ -14,7 +14,7 @@ from clocks import OwnClock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.hardware.calibrate import cache_rate
+from chunkflow_compile.hardware import calibrate, contention
 from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names
 from chunkflow_compile.hardware.scaled import alike, scaled
 from chunkflow_compile.options import Options
@@ -37,11 +37,8 @@ def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
         if name != "cpu":
             times = profile.cache_bandwidth / profile.memory_bandwidth
             assert f" {times:.1f} times " in profile.sources["cache_bandwidth"], name
-
-
-def test_the_paper_s_machine_has_the_paper_s_link() -> None:
     paper = load_profile("h100-pcie-x2")
-    assert (paper.h2d_bandwidth, paper.eta_pref) == (31.5e9, 0.89) and not paper.cards
+    assert (paper.h2d_bandwidth, paper.eta_pref) == (31.5e9, 0.89) and not paper.cards, "the link of the paper"
 
 
 class Card(NamedTuple):
@@ -124,14 +121,14 @@ def test_the_rate_of_a_cache_is_less_the_start_of_a_kernel() -> None:
         return (clock.now() - begin) / 10
 
     part = torch.ones(1 << 20)
-    found = cache_rate(part, in_a_row)
+    found = calibrate.cache_rate(part, in_a_row)
     assert found == pytest.approx(rate, rel=1e-3)
     cost = RegionCost(flops=0, dtype="float32", traffic=((part.nbytes, 2 * part.nbytes),), kernels=1)
     cached = replace(
         load_profile("h200"), cache_bandwidth=found, cache_bytes=4 * part.nbytes, kernel_s=start_s, launch_s=0.0
     )
     assert cost.seconds(cached) == pytest.approx(in_a_row(lambda: torch.add(part, 1, out=part)), rel=1e-3)
-    assert cache_rate(part, lambda call: 1.0) == 0, (
+    assert calibrate.cache_rate(part, lambda call: 1.0) == 0, (
         "no longer than for one element: the cache is not told from the memory"
     )
 
@@ -159,6 +156,10 @@ ODD = (
     ("link_emulation", {"bandwith": 1e9}, "link_emulation is not valid: .*'bandwith'"),
     ("link_emulation", {"bandwidth": 1e9, "shared": 5}, "link_emulation.shared must be text, not 5"),
     ("link_emulation", {"bandwidth": 1e9, "order": []}, r"link_emulation.order must be fair or fifo, not \[\]"),
+    ("gemm_flops", 5, "must map dtypes"),
+    ("attention", "fa4", "h200 has no attention by fa4: it has cudnn, fa3, fa2"),
+    ("memory_bandwidth", 4800, "memory_bandwidth=4800 is outside .* bytes, seconds"),
+    ("schema", 1, "schema 1.*run chunkflow calibrate again"),
 )
 
 
@@ -167,11 +168,6 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
     own = tmp_path / "own.json"
     own.write_text(text.replace('"h200"', '"own"'))
     assert load_profile(own).name == "own" and load_profile(str(own)) == load_profile(own)
-    own.write_text(text.replace('"memory_bandwidth": 4800000000000.0', '"memory_bandwidth": 4800'))
-    with pytest.raises(
-        ChunkflowError, match=r"own.json: Hardware field memory_bandwidth=4800 is outside .* bytes, seconds"
-    ):
-        load_profile(own)
     body = json.loads(text)
     del body["compute_slowdown"]  # older profiles do not have it
     own.write_text(json.dumps(body))
@@ -180,21 +176,12 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
     own.write_text(json.dumps(body))
     with pytest.raises(ChunkflowError, match=r"own.json: The hardware profile lacks chunk_s"):
         load_profile(own)
-    for odd, sentence in (
-        ("[]", "not a hardware profile"),
-        (json.dumps({**json.loads(text), "gemm_flops": 5}), "must map dtypes"),
-        (
-            json.dumps({**json.loads(text), "attention": "fa4"}),
-            "h200 has no attention by fa4: it has cudnn, fa3, fa2",
-        ),
-        (json.dumps({**json.loads(text), "schema": 1}), "schema 1.*run chunkflow calibrate again"),
-        *(
-            (json.dumps({**json.loads(text), field: value}), f"own.json: Hardware field {said}")
-            for field, value, said in ODD
-        ),
-    ):
-        own.write_text(odd)
-        with pytest.raises(ChunkflowError, match=sentence):
+    own.write_text("[]")
+    with pytest.raises(ChunkflowError, match="not a hardware profile"):
+        load_profile(own)
+    for field, value, said in ODD:
+        own.write_text(json.dumps({**json.loads(text), field: value}))
+        with pytest.raises(ChunkflowError, match=f"own.json: .*{said}"):
             load_profile(own)
     with pytest.raises(ChunkflowError, match=r"hardware=5 is not a name"):
         load_profile(5)  # type: ignore[arg-type]
@@ -208,10 +195,16 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         load_profile("A100")
 
 
+def measure_little(rank: int, *args: Any) -> None:
+    calibrate.COLLECTIVE_SIZES, calibrate.ROUNDS_BESIDE, contention.TURNS = (4096, 4 << 20), 10, 3
+    calibrate._measure_rank(rank, *args)
+
+
 def test_calibrate_measures_this_machine_and_measured_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forked: None
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_measure_rank", measure_little)
     with pytest.raises(ChunkflowError, match="run chunkflow calibrate"):
         load_profile("measured")
     assert main(["calibrate", "--device", "cpu"]) == 0

@@ -1,4 +1,4 @@
-"""Fifty things that nobody should do to a weight.  Each must end in an exception or do no harm; prints which."""
+"""Fifty things that nobody should do to a weight.  Each must end in an exception or do no harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import Stack
+from helpers import Stack, twins
 from torch import nn
 
 from chunkflow_compile import offload, restore
@@ -92,29 +92,16 @@ def _in_thread(work: Callable[[], Any]) -> None:
     thread.join()
 
 
-def main() -> None:
-    for name, attempt in ATTEMPTS.items():
-        torch.manual_seed(0)
-        model = Stack().eval()
-        offload(model, min_bytes=1024)
-        weight = model.blocks[0].up.weight
-        print(f"{name}: ", end="", flush=True)
-        try:
-            attempt(weight, model)
-            print("done", flush=True)
-        except Exception as error:  # noqa: BLE001
-            print(
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-                flush=True,
-            )
-        del weight
-        try:
+def attempt_all(rank: int, path: str) -> None:
+    """Writes to a file what each attempt says."""
+    with open(path, "w", buffering=1) as file:  # by lines: the process may end
+        for name, attempt in ATTEMPTS.items():
+            model = twins(Stack)[0]
+            offload(model, min_bytes=1024)
+            try:
+                attempt(model.blocks[0].up.weight, model)
+                file.write(f"{name}: done\n")
+            except Exception as error:  # noqa: BLE001
+                file.write(f"{name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n")
             restore(model)
             sum(float(p.sum()) for p in model.parameters())
-        except Exception as error:  # noqa: BLE001
-            print(f"  afterwards: {type(error).__name__}: {error}", flush=True)
-    print(f"{len(ATTEMPTS)} attempts", flush=True)
-
-
-if __name__ == "__main__":
-    main()

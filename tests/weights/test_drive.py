@@ -8,8 +8,9 @@ import gc
 import logging
 import os
 import pickle
-import tempfile
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS as SLOW
-from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
+from helpers import Stack, Tabled, in_memory, load_stack, save_stack, stack_inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from surviving import fail_at
 from torch import nn
 
 import chunkflow_compile
@@ -32,13 +34,15 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
 from chunkflow_compile.weights import drive, limits
-from chunkflow_compile.weights.drive import Scratch, for_the_drive
+from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import HostMemory
 
-SIZE = Size(layers=2)
+SIZE = Size(layers=1)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+NAME, OTHER = "blocks.1.up.weight", "blocks.2.up.weight"
+CHANGED = "was changed while its weights were read"
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -46,6 +50,29 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return Path(save_stack(tmp_path))
+
+
+@pytest.fixture
+def placed(saved: Path) -> tuple[nn.Module, nn.Module]:
+    """A model whose weights are on the drive, and its twin in memory."""
+    model = load_stack(str(saved))
+    return offload(model, min_bytes=LEAST, host_memory=0), in_memory(load_stack(str(saved)))
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+
+
+def same(model: nn.Module, twin: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@contextlib.contextmanager
+def full() -> Iterator[None]:
+    """There is no host memory left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
+        yield
 
 
 def buffers(model: nn.Module) -> dict[str, HostBuffer]:
@@ -97,7 +124,7 @@ def steps(run: Any, twin: Any, seed: int = 0) -> None:
         assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) -> None:
     small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
     kind = diffusers.WanTransformer3DModel
@@ -109,8 +136,9 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
     drive = [h for h in placed if h.drive is not None]
     assert sum(h.nbytes for h in placed if h.drive is None) <= budget
     assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in placed) < 0.7
-    assert any(not h.scratch for h in drive) or dtype != torch.float32, "a part of the checkpoint stays there"
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    kept = [h.name for h in drive if twin.get_parameter(h.name).dtype == torch.float32]
+    assert [h.name for h in drive if not h.scratch] == kept, "those that are not cast stay in the checkpoint"
+    run = compiled(model)
     before = read_so_far(model)
     steps(run, twin)
     (program,) = programs(model)
@@ -129,22 +157,14 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
             copies.synchronize()  # with those that a step begins for the next one
     assert taken == [3 * planned_reads(program.plan, drive)] * 3, "of warm steps"
     restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model, twin)
     del run, program, drive, placed, copies
     torch._dynamo.reset()
     gc.collect()
     assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
 
 
-@pytest.mark.parametrize(
-    ("scratch", "by_kind"),
-    [
-        (False, True),
-        (True, False),
-        pytest.param(False, False, marks=pytest.mark.long),
-        pytest.param(True, True, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("scratch", "by_kind"), [(False, True), (True, False)])
 def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
     model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     for m in (model, twin):
@@ -158,67 +178,52 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
     if by_kind:
         run: Any = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     else:
-        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+        run = compiled(model)
     for _ in range(4):
         steps(run, twin)
         programs(model)[0].arena.cycles.wait_planned()
     assert bool(cycles(model)) == by_kind
-    name = "blocks.1.up.weight"
-    view = model.get_parameter(name)[1:]
+    view = model.get_parameter(NAME)[1:]
     for m in (model, twin):
-        m.get_parameter(name).mul_(2)
-    assert torch.equal(view, twin.get_parameter(name)[1:])
-    assert found[name].drive is None, "it is in host memory from then on"
+        m.get_parameter(NAME).mul_(2)
+    assert torch.equal(view, twin.get_parameter(NAME)[1:])
+    assert found[NAME].drive is None, "it is in host memory from then on"
     steps(run, twin, seed=3)
-    other = "blocks.2.up.weight"
-    model.state_dict()[other].mul_(2)
-    twin.get_parameter(other).mul_(2)
+    model.state_dict()[OTHER].mul_(2)
+    twin.get_parameter(OTHER).mul_(2)
     steps(run, twin, seed=5)
-    model.load_state_dict({k: v + 0.01 for k, v in twin.state_dict().items()})
-    twin.load_state_dict({k: v + 0.01 for k, v in twin.state_dict().items()})
+    values = {k: v + 0.01 for k, v in twin.state_dict().items()}
+    for m in (model, twin):
+        m.load_state_dict(values)
     steps(run, twin, seed=7)
     restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model, twin)
     steps(model, twin)
 
 
-@pytest.fixture
-def fails_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The drive fails at the next read, once the list is emptied."""
-    plain, due = os.preadv, [1]
-
-    def preadv(number: int, *arguments: Any) -> int:
-        if not due:
-            due.append(1)
-            raise OSError(5, "Input/output error")
-        return plain(number, *arguments)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    yield due
-
-
-def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> None:
-    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
-    offload(model, min_bytes=LEAST, host_memory=0)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+def test_a_drive_that_fails_and_a_checkpoint_that_changes(
+    placed: tuple[nn.Module, nn.Module], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = placed
+    run = compiled(model)
     steps(run, twin)
-    fails_once.clear()
+    monkeypatch.setattr(os, "preadv", fail_at(os.preadv, 1, OSError(5, "Input/output error")))
     with pytest.raises(ChunkflowError, match=r"cannot be read at byte \d+: Input/output error. Check the drive"):
         run(**stack_inputs(9))
     steps(run, twin)
-    restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    os.utime(saved, ns=(1, 1))
+    with pytest.raises(ChunkflowError, match=f"{CHANGED}: load the model again"):
+        run(**stack_inputs(1))
 
 
 def test_a_drive_that_is_ten_times_slower_than_planned(
-    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    placed: tuple[nn.Module, nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
+    model, twin = placed
     rate = large(model) / 0.4
     profile = tmp_path / "hardware.json"
     emulated = on_emulated_link(load_profile(CPU), LinkEmulation(bandwidth=1e9, drive=rate), 1)
     profile.write_text(replace(emulated, drive_bandwidth=10 * rate).to_json())
-    offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "hardware": str(profile)})
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         steps(run, twin)
@@ -227,139 +232,176 @@ def test_a_drive_that_is_ten_times_slower_than_planned(
     assert len(said) == 1 and "Measure the drive with chunkflow calibrate --drive PATH" in said[0], said
 
 
-def test_a_checkpoint_that_changes_under_a_placed_model(saved: Path) -> None:
-    model = load_stack(str(saved))
-    offload(model, min_bytes=LEAST, host_memory=0)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    run(**stack_inputs(0))
-    os.utime(saved, ns=(1, 1))
-    with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
-        run(**stack_inputs(1))
+TOUCHES: dict[str, Callable[[nn.Module], Any]] = {
+    "mul_": lambda m: m.get_parameter(NAME).mul_(2),
+    "load": lambda m: m.load_state_dict({NAME: torch.zeros_like(m.get_parameter(NAME))}, strict=False),
+    "copy_": lambda m: m.get_parameter(OTHER).copy_(m.get_parameter(NAME)),
+    "state": lambda m: m.state_dict()[NAME].sum(),
+    "deepcopy": lambda m: copy.deepcopy(m.get_parameter(NAME)),
+    "pickle": lambda m: pickle.dumps(m.get_parameter(NAME)),
+    "tolist": lambda m: m.get_parameter(NAME).tolist(),
+    "restore": lambda m: restore(m).get_parameter(NAME).sum(),
+    "eager": lambda m: m(**stack_inputs(0)),
+}
 
 
-def test_a_checkpoint_that_is_cut_under_a_placed_model(saved: Path) -> None:
-    """An op that touched the mapping would kill the process."""
-    model = load_stack(str(saved))
-    offload(model, min_bytes=LEAST, host_memory=0)
-    os.truncate(saved, 4096)
-    with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
-        model(**stack_inputs(0))
-
-
-def touch(what: str, model: nn.Module, name: str) -> None:
-    weight = model.get_parameter(name)
-    if what == "mul_":
-        weight.mul_(2)
-    elif what == "load":
-        model.load_state_dict({name: torch.zeros(weight.shape)}, strict=False)
-    elif what == "copy_":
-        model.get_parameter(name.replace("blocks.1", "blocks.0")).copy_(weight)
-    elif what == "state":
-        model.state_dict()[name].sum()
-    elif what == "deepcopy":
-        copy.deepcopy(weight)
-    elif what == "restore":
-        restore(model)
-        model.get_parameter(name).sum()
-    else:
-        pickle.dumps(weight) if what == "pickle" else weight.tolist()
-
-
-@pytest.mark.parametrize("what", ["mul_", "load", "copy_", "state", "deepcopy", "restore", "pickle", "tolist"])
-def test_nothing_touches_a_weight_whose_file_was_cut(saved: Path, what: str) -> None:
+@pytest.mark.parametrize("what", TOUCHES)
+def test_nothing_touches_a_weight_whose_file_was_cut(
+    placed: tuple[nn.Module, nn.Module], saved: Path, what: str
+) -> None:
     """That would kill the process, so another one tries.  A weight that was written before is in memory, all of it."""
-    name, written = "blocks.1.up.weight", "blocks.1.down.weight"
-    model = load_stack(str(saved))
+    model, written = placed[0], "blocks.1.down.weight"
     child = os.fork()
     if not child:
         code = 1
         try:
-            offload(model, min_bytes=LEAST, host_memory=0)
             model.get_parameter(written)[:1].mul_(1)
             expected = model.get_parameter(written).tolist()
             os.truncate(saved, 4096)
             assert model.get_parameter(written).tolist() == expected
-            with pytest.raises((ChunkflowError, RuntimeError), match="was changed while its weights were read"):
-                touch(what, model, name)
+            with pytest.raises((ChunkflowError, RuntimeError), match=CHANGED):
+                TOUCHES[what](model)
             code = 0
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
-    offload(model, min_bytes=LEAST, host_memory=0)
-    name = "blocks.1.up.weight"
-    with monkeypatch.context() as patch:
-        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
-        with pytest.raises(ChunkflowError, match=rf"{name} is written, .* \d+ bytes find no room there: 5 are free"):
-            model.get_parameter(name).mul_(2)
-    assert buffers(model)[name].drive is not None
+@pytest.mark.parametrize("what", TOUCHES)
+def test_the_file_changes_after_an_unseen_write(placed: tuple[nn.Module, nn.Module], saved: Path, what: str) -> None:
+    """The pages that were not written are still the file's."""
+    model, _ = placed
+    model.state_dict()[NAME].view(-1)[:2].fill_(3)
+    with open(saved, "r+b") as changed:
+        changed.seek(-4096, os.SEEK_END)
+        changed.write(b"\1" * 4096)
+    with pytest.raises((ChunkflowError, RuntimeError), match=CHANGED):
+        TOUCHES[what](model)
+
+
+@pytest.mark.parametrize("by", ["an op", "a step"])
+def test_what_notices_the_write_takes_the_weight_from_the_file(
+    placed: tuple[nn.Module, nn.Module], saved: Path, by: str
+) -> None:
+    model, twin = placed
+    run = compiled(model)
+    steps(run, twin)
+    weight, buffer = model.get_parameter(NAME), buffers(model)[NAME]
+    for m in placed:
+        m.state_dict()[NAME].view(-1)[:2].fill_(3)
+    with pytest.warns(
+        UserWarning, match=rf"{NAME} is written, .* the weights take {weight.nbytes} bytes of host memory now"
+    ):
+        if by == "an op":
+            for m in placed:
+                m.get_parameter(NAME).add_(1)
+        steps(run, twin, seed=1)
+    expected = twin.get_parameter(NAME).clone()
+    assert buffer.drive is None and not of_a_file(buffer.host.data_ptr() + buffer.nbytes // 2)
+    with open(saved, "r+b") as changed:
+        changed.write(b"\1" * saved.stat().st_size)
+    assert torch.equal(weight.detach().clone(), expected)
+
+
+def of_a_file(address: int) -> bool:
+    """Whether this process maps a file there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(None, 5)
+        begin, end = (int(x, 16) for x in fields[0].split("-"))
+        if begin <= address < end:
+            return fields[4] != "0"
+    raise AssertionError("nothing is mapped there")
+
+
+@pytest.mark.parametrize("how", ["assign", pytest.param("parameter", marks=pytest.mark.long)])
+def test_new_weights_beyond_host_memory_are_told_once(placed: tuple[nn.Module, nn.Module], how: str) -> None:
+    model, twin = placed
+    run = compiled(model)
+    steps(run, twin)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for factor in (2, 3):
+            made = factor * twin.get_parameter(NAME)
+            for m in placed:
+                if how == "assign":
+                    m.load_state_dict({NAME: made.clone()}, assign=True, strict=False)
+                else:
+                    m.get_submodule(NAME.removesuffix(".weight")).weight = nn.Parameter(made.clone())
+            steps(run, twin, seed=factor)
+    said = [str(w.message) for w in told if "host_memory" in str(w.message)]
+    expected = (
+        "got other memory, as by .* is no longer"
+        if how == "assign"
+        else "came after .* the weights take 32768 bytes of host"
+    )
+    assert len(said) == 1 and re.search(f"{NAME} {expected}", said[0]), said
+
+
+def test_writes_beyond_host_memory_are_told_once(placed: tuple[nn.Module, nn.Module]) -> None:
+    model, twin = placed
+    with (
+        full(),
+        pytest.raises(ChunkflowError, match=rf"{NAME} is written, .* \d+ bytes find no room there: 5 are free"),
+    ):
+        model.get_parameter(NAME).mul_(2)
+    assert buffers(model)[NAME].drive is not None
     with pytest.warns(UserWarning, match=r"is written, .* more than host_memory, which is 0") as told:
         model.load_state_dict({k: 2 * v for k, v in twin.state_dict().items()})
     assert len(told) == 1
-    assert torch.equal(model.get_parameter(name), 2 * twin.get_parameter(name))
+    assert torch.equal(model.get_parameter(NAME), 2 * twin.get_parameter(NAME))
 
 
-def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_weights_on_the_drive(placed: tuple[nn.Module, nn.Module]) -> None:
     """They go into host memory: a sentence where there is no room, and one warning for weights that leave the drive."""
-    model = load_stack(str(saved))
-    offload(model, min_bytes=LEAST, host_memory=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
-        for made in (copy.deepcopy, lambda m: m.to(torch.bfloat16)):
-            with pytest.raises(
-                ChunkflowError, match=r"is on the drive, and a copy of it .* finds no room .*: 5 are free"
-            ):
-                made(model)
+    model, _ = placed
+    for made in (copy.deepcopy, lambda m: m.to(torch.bfloat16)):
+        with full(), pytest.raises(ChunkflowError, match=r"on the drive, and a copy .* finds no room .*: 5 are free"):
+            made(model)
     assert all(buffer.drive is not None for buffer in buffers(model).values())
     with pytest.warns(UserWarning, match="is no longer on the drive: the weights take") as told:
         model.to(torch.bfloat16)
     assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
 
 
-def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(
-            ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
-        ),
-    ):
-        patch.setattr(tempfile, "tempdir", "/dev/shm")
-        Scratch.made(8)
-    monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": 3}))
-    with pytest.raises(
-        ChunkflowError, match=r"3 bytes are free\. Set TMPDIR to a folder on a drive, or raise host_memory"
-    ):
-        offload(model, min_bytes=LEAST, host_memory=0)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path) -> None:
     model, twin = load_stack(str(saved)), load_stack(str(saved), torch.bfloat16)
     offload(model, min_bytes=LEAST, host_memory=0, dtype=torch.bfloat16)
-    with monkeypatch.context() as patch:
-        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
-        with pytest.raises(
-            ChunkflowError, match=r"no room in host memory for .* bytes\): 5 are free.*call restore again"
-        ):
-            restore(model)
-    assert buffers(model) and all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    with full(), pytest.raises(ChunkflowError, match=r"no room in host memory for .* 5 are free.*call restore again"):
+        restore(model)
+    assert buffers(model) and same(model, twin)
     restore(model)
-    assert not buffers(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert not buffers(model) and same(model, twin)
+
+
+def test_a_child_writes_no_weight_of_its_parent() -> None:
+    """Both have the scratch file."""
+    model = Tabled().requires_grad_(False)
+    twin = copy.deepcopy(model)
+    offload(model, min_bytes=LEAST, host_memory=0)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            model.state_dict()[OTHER].zero_()
+            model.get_parameter(NAME).mul_(2)
+            assert torch.equal(model.get_parameter(NAME), 2 * twin.get_parameter(NAME))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same(model, twin)
 
 
 def test_the_drive_is_asked_for_room_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("wan", SIZE)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     free, written = large(model) // 2, list[int]()
-    monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": free}))
+    monkeypatch.setattr(drive.shutil, "disk_usage", lambda _: type("", (), {"free": free}))
     monkeypatch.setattr(os, "pwritev", lambda *_: written.append(1))
-    with pytest.raises(ChunkflowError, match=rf"{free} bytes are free"):
+    with pytest.raises(
+        ChunkflowError, match=rf"{free} bytes are free\. Set TMPDIR to a .* drive, or raise host_memory"
+    ):
         offload(model, min_bytes=LEAST, host_memory=0)
-    assert not written
+    assert not written and same(model, twin)
 
 
 def test_a_mount_over_another_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

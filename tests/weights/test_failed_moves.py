@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import load_stack, save_stack
-from test_drive import buffers
+from test_drive import LEAST, SIZE, buffers, same
 from test_killed_ranks import without_name
-from test_shared_weights import LEAST, PLACED, PLACES, SIZE, large, same, shared
+from test_shared_weights import PLACED, PLACES, large, shared
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.model.placement import placement_of

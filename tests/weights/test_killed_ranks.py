@@ -17,21 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from conftest import WITHIN, forking
-from helpers import Stack
+from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
+from test_drive import LEAST, OPTIONS, same
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.drive import Scratch
-from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.source import DriveBytes
 
-SIZE = Size(layers=2)
-LEAST = 1024
-OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 # The rank that leads, the other one, and both.
 WHO = ((0,), (1,), (0, 1))
 
@@ -84,25 +82,6 @@ def kill(folder: str, rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_is_absent(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=4)
-    )
-    if rank == 1:
-        time.sleep(8)
-        os._exit(0)
-    model = small_model("wan", SIZE)
-    with pytest.raises(ChunkflowError, match=r"Rank 1 did not place the model within 4 s.*Pass share=False"):
-        offload(model, min_bytes=LEAST, share=True)
-    offload(model, min_bytes=LEAST)
-    os._exit(0)
-
-
-@pytest.mark.long
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    assert run_all(one_is_absent, str(tmp_path)) == [0, 0]
-
-
 def without_name() -> int:
     """Files without a name that this process has open, and mappings of them."""
     held = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
@@ -148,7 +127,7 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
     if len(who) > 1:
         kill(folder, rank)  # the other one was the first
     assert f"Rank {who[0]} has ended" in said, said
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model, twin)
     assert time.monotonic() - began < WITHIN and not shared(model)
     gc.collect()
     assert without_name() == files
@@ -168,104 +147,79 @@ def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> No
         assert max(int(p.read_text()) for p in tmp_path.glob("taken*")) > 32 << 10, "there was something to return"
 
 
-def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
-    """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them.
+class Meeting(nn.Module):
+    """A block after which the ranks of a group meet."""
 
-    Half of the weights are in memory, and half on the drive, which the first rank reads for both.
+    def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.block, self.group = block, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(self.block(x), "max", self.group)
+
+
+def pair(file: str, group: Any = None, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A model whose ranks meet in each block, those of a group or all, and one that has been cast."""
+    model, twin = load_stack(file), in_memory(load_stack(file, dtype))
+    for m in (model, twin):
+        for i, block in enumerate(m.blocks):  # type: ignore[arg-type]
+            m.blocks[i] = Meeting(block, group or dist.group.WORLD)  # type: ignore[index, operator]
+    return model, twin
+
+
+def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str, world: int) -> None:
+    """Ranks of the first group that meets are killed when they pin shared weights, or in a step.  The other rank of the group
+    raises and restores them, and another group, which shares the weights, goes on.
+
+    Half of the weights are in memory, and half on the drive, which the first rank reads for all.
     """
-    from chunkflow_compile.runtime.executor import Executor
-    from chunkflow_compile.weights.host_buffer import HostBuffer
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=WITHIN)
-    )
-    torch.set_grad_enabled(False)
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
-    half = sum(p.nbytes for p in model.parameters()) // 2
-    offload(model, min_bytes=LEAST, share=True, host_memory=half)
-    assert shared(model) and any((h := buffer_of(p)) is not None and h.drive is not None for p in model.parameters())
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    left = 5
-    owner, name = {"pin": (HostBuffer, "pin"), "step": (Executor, "_finish")}[when]
-    if rank in who:
-        plain = getattr(owner, name)
-
-        def dies(self: Any, *args: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if not left:
-                kill(folder, rank)
-            return plain(self, *args)
-
-        setattr(owner, name, dies)
-    try:
-        for step in range(40):
-            inputs = small_inputs("wan", SIZE, step)
-            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-    except (ChunkflowError, RuntimeError):
-        if len(who) > 1:
-            kill(folder, rank)  # the other one was the first
-        restore(model)
-        expected = small_model("wan", SIZE).state_dict()
-        assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
-        os._exit(0)
-    os._exit(3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("when", ["pin", "step"])
-def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
-    nothing_is_left(run_all(killed_in_a_call, str(tmp_path), who, when), who, tmp_path)
-
-
-def killed_beside(rank: int, folder: str) -> None:
-    """The first of four ranks, which leads all of them, is killed in a step.  The rank of its Ulysses group raises, and the
-    other group, which shares the weights, goes on."""
-    from chunkflow_compile.runtime.executor import Executor
-
     timeout = timedelta(seconds=WITHIN)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=4, timeout=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timeout)
     torch.set_grad_enabled(False)
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    group = [dist.new_group([first, first + 1]) for first in range(0, world, 2)][rank // 2]
+    model, twin = pair(f"{folder}/model.safetensors", group)
     offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
     assert shared(model) and any((h := buffer_of(p)) is not None and h.drive is not None for p in model.parameters())
-    run, plain, dying = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS), Executor._finish, 5
+    run, dying = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS), Path(folder, "dying")
+    owner, name = {"pin": (HostBuffer, "pin"), "step": (Executor, "_finish")}[when]
+    plain, left = getattr(owner, name), 3
 
     def dies(self: Any, *args: Any) -> Any:
-        nonlocal dying
-        dying -= 1
-        if not dying:
-            Path(folder, "dying").touch()
+        nonlocal left
+        left -= 1
+        if not left:
+            dying.touch()
             kill(folder, rank)
         return plain(self, *args)
 
-    if rank == 0:
-        Executor._finish = dies  # type: ignore[method-assign]
+    if rank in who:
+        setattr(owner, name, dies)
 
     def steps(first: int, end: int) -> None:
         for step in range(first, end):
-            inputs = small_inputs("wan", SIZE, step + rank // 2)
+            inputs = stack_inputs(step + rank // 2)
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
 
-    if rank == 1:
+    if rank < 2:
         with pytest.raises((ChunkflowError, RuntimeError)):
             steps(0, 40)
+        if rank in who:
+            kill(folder, rank)  # the other one was the first
     else:
         steps(0, 10)
-        while not Path(folder, "dying").exists():
+        while not dying.exists():
             time.sleep(0.05)
         steps(10, 40)
     restore(model)
-    expected = small_model("wan", SIZE).state_dict()
-    assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
+    assert same(model, twin) and not shared(model)
     os._exit(0)
 
 
+IN_A_CALL = [(who, when, 2) for who in WHO for when in ("pin", "step")]
+
+
 @pytest.mark.long
-def test_a_rank_of_another_group_is_killed(tmp_path: Path) -> None:
-    nothing_is_left(run_all(killed_beside, str(tmp_path), ranks=4), (0,), tmp_path)
+@pytest.mark.parametrize(("who", "when", "world"), [*IN_A_CALL, ((0,), "step", 4)])
+def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: tuple[int, ...], when: str, world: int) -> None:
+    save_stack(tmp_path)
+    nothing_is_left(run_all(killed_in_a_call, str(tmp_path), who, when, world, ranks=world), who, tmp_path)

@@ -66,6 +66,8 @@ def test_an_ancestor_of_v2_limits_the_most(tmp_path: Path) -> None:
     assert found == HostMemory(16 * GIB, 6 * GIB, tmp_path / top / "job.slice" / "memory.max")
     write(tmp_path, {f"{top}/job.slice/run.scope/memory.high": 5 * GIB})
     assert host_memory(tmp_path).free == 2 * GIB
+    group(tmp_path, f"{top}/job.slice", 16 * GIB, 17 * GIB, 0)
+    assert host_memory(tmp_path).free == 0, "a group above its limit"
 
 
 @pytest.mark.parametrize("mounted", ["/", "/docker/abc"])
@@ -100,12 +102,6 @@ def test_what_refuses_for_memory_names_the_way_out(monkeypatch: pytest.MonkeyPat
     assert "are free by CHUNKFLOW_HOST_MEMORY" in (no_room(64 * GIB) or "")
 
 
-def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
-    machine(tmp_path, V2.format(mounted="/"), "0::/a")
-    group(tmp_path, "sys/fs/cgroup/a", 4 * GIB, 5 * GIB, 0)
-    assert host_memory(tmp_path).free == 0
-
-
 def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = HostMemory(64 * GIB, 10 * GIB)
     monkeypatch.setattr(limits, "host_memory", lambda: memory)
@@ -136,22 +132,25 @@ def buffers_of(model: nn.Module) -> list[HostBuffer]:
     return [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
 
 
+@pytest.fixture
+def buffers() -> list[HostBuffer]:
+    return buffers_of(offload(small_model("wan", Size(layers=2)), min_bytes=1024))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_begin_to_pin_at_different_weights(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_ranks_begin_to_pin_at_different_weights(
+    buffers: list[HostBuffer], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
-    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-    buffers, device = buffers_of(model), Reader()
-    order = [buffer.host.data_ptr() for buffer in buffers]
+    device, order = Reader(), [buffer.host.data_ptr() for buffer in buffers]
     half = len(order) // 2 * rank
     assert pin_all(buffers, device, None) and device.pinned == [*order[half:], *order[:half]]
 
 
-def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-    buffers, memory = buffers_of(model), HostMemory(64 * GIB, 10 * GIB, Path("/sys/fs/cgroup/memory.max"))
-    store = buffers[0].store
-    monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: memory)
+def test_what_a_store_may_pin(buffers: list[HostBuffer], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, store = HostMemory(64 * GIB, 10 * GIB, Path("/sys/fs/cgroup/memory.max")), buffers[0].store
+    monkeypatch.setattr(host_store, "host_memory", lambda: memory)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     most = store.held_bytes + (10 * GIB - memory.reserve) // 2
     told = f"{10 * GIB} bytes are free below /sys/fs/cgroup/memory.max, and {memory.reserve} stay in reserve: at most {most}"
@@ -169,7 +168,7 @@ def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones that find room, wherever a rank begins: with collectives, the slowest rank sets the step."""
-    monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: HostMemory(64 * GIB, 10 * GIB))
+    monkeypatch.setattr(host_store, "host_memory", lambda: HostMemory(64 * GIB, 10 * GIB))
     pinned = []
     for rank in range(3):
         model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
@@ -237,15 +236,13 @@ def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) 
     on_ranks(half_a_copy_is_free)
 
 
-def test_ranks_that_share_pin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
     monkeypatch.setattr("chunkflow_compile.weights.host_buffer._AGAIN_S", 0.0)
-    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-    buffers, device = buffers_of(model), Reader()
-    store, plain, refused = buffers[0].store, device.pin, list[int]()
-    store.turn = (1, 2)
+    device, store, refused = Reader(), buffers[0].store, list[int]()
+    plain, store.turn = device.pin, (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)
-    monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: memory)
+    monkeypatch.setattr(host_store, "host_memory", lambda: memory)
     assert store.room(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2
 
     def pin(host: torch.Tensor) -> Callable[[], None]:

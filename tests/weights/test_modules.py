@@ -99,7 +99,11 @@ def assert_streams(model: Stack, run: Call) -> None:
     assert sum(w.nbytes for session in programs(model) for w in session.plan.streamed) == LARGE
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Also in a process that is forked after that.
+FORKED = ("whole", "in blocks", "offloaded")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.long] * (w in FORKED)) for w in WAYS])
 def test_a_model_streams_after_gc_freeze(
     way: str, freeze: Callable[[], None], no_grad: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +122,7 @@ def serve(model: Stack, run: Call, send: Any) -> None:
     send.send("served")
 
 
-@pytest.mark.parametrize("way", ["whole", "in blocks", "offloaded"])
+@pytest.mark.parametrize("way", FORKED)
 def test_a_server_that_freezes_and_forks(way: str, freeze: Callable[[], None]) -> None:
     model = stack()
     run = WAYS[way](model)
@@ -140,15 +144,13 @@ def test_parameters_of_no_module_are_warned_of(
     frozen: bool, freeze: Callable[[], None], no_grad: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once for all graphs, and not if they are small."""
-    loose = [nn.Parameter(torch.randn(8, 137 + frozen)) for _ in range(2)]
-    small = nn.Parameter(torch.randn(8, 8))
+    loose, small = nn.Parameter(torch.randn(8, 137 + frozen)), nn.Parameter(torch.randn(8, 8))
     (freeze if frozen else gc.unfreeze)()
-    for function in (lambda x, w: x @ w, lambda x, w: 2 * x @ w):
-        run, x = compiled(function), torch.randn(4, 8)
-        for weight in (*loose, small):
-            torch.testing.assert_close(run(x, weight), function(x, weight))
+    for function, weight in ((lambda x, w: x @ w, loose), (lambda x, w: 2 * x @ w, loose), (lambda x, w: x @ w, small)):
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(compiled(function)(x, weight), function(x, weight))
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(said) == 1 and f"{loose[0].nbytes:,} bytes of parameters stay on the device" in said[0]
+    assert len(said) == 1 and f"{loose.nbytes:,} bytes of parameters stay on the device" in said[0]
     assert ("gc.freeze()" in said[0]) == frozen and "chunkflow_compile.offload(model)" in said[0]
 
 

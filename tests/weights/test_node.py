@@ -101,17 +101,18 @@ def test_each_memory_node_has_a_group(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-@pytest.mark.parametrize("missed", [1, 2])
-def test_a_rank_that_was_absent_meets_the_others_the_next_time(missed: int) -> None:
+def test_a_rank_that_was_absent_meets_the_others_the_next_time() -> None:
     store = Store()
 
     def come(rank: int, seconds: float = 20) -> Node | None:
         return meet(Group(store, rank, (0, 1, 2), timedelta(seconds=seconds)))
 
-    for _ in range(missed):
+    for _ in range(2):
         with ThreadPoolExecutor(2) as threads:
             for met in [threads.submit(come, rank, 0.5) for rank in (0, 2)]:
-                with pytest.raises(ChunkflowError, match="Rank 1 did not place the model within 0 s"):
+                with pytest.raises(
+                    ChunkflowError, match=r"Rank 1 did not place the model within 0 s.*Pass share=False"
+                ):
                     met.result()
     for _ in range(2):
         with ThreadPoolExecutor(3) as threads:
@@ -121,9 +122,8 @@ def test_a_rank_that_was_absent_meets_the_others_the_next_time(missed: int) -> N
     assert not store.keys
 
 
-@pytest.mark.parametrize("near", [["", ""], ["0-7", "0-7"]])
-def test_ranks_in_different_containers(caplog: pytest.LogCaptureFixture, near: list[str]) -> None:
-    assert ranks_meet(near, _reach=lambda rank: f"0 pid:[{rank}]") == [None, None]
+def test_ranks_in_different_containers(caplog: pytest.LogCaptureFixture) -> None:
+    assert ranks_meet(["0-7", "0-7"], _reach=lambda rank: f"0 pid:[{rank}]") == [None, None]
     assert said(caplog) == [
         f"rank {rank} shares no weights with rank {1 - rank} on this machine: another user, or a container with other "
         "process numbers (--pid)"
@@ -247,8 +247,8 @@ def test_a_rank_that_fails_before_it_meets_the_others(on_ranks: Callable[..., No
     on_ranks(one_fails_early)
 
 
-def in_a_group_of(rank: int, folder: str, backend: str | None) -> None:
-    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def in_a_group_of(rank: int, folder: str) -> None:
+    dist.init_process_group(init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     assert dist.get_backend() not in ("gloo", "nccl")
     model = offload(small_model("wan", SIZE), min_bytes=LEAST, share=True)
     assert buffer_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
@@ -256,10 +256,9 @@ def in_a_group_of(rank: int, folder: str, backend: str | None) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
-def test_a_group_with_a_backend_for_each_device(tmp_path: Path, backend: str | None) -> None:
+def test_a_group_with_a_backend_for_each_device(tmp_path: Path) -> None:
     """As ``init_process_group()`` without arguments makes it."""
-    assert run_all(in_a_group_of, str(tmp_path), backend) == [0, 0]
+    assert run_all(in_a_group_of, str(tmp_path)) == [0, 0]
 
 
 @pytest.mark.parametrize("share", ["yes", 1, -100, [0, 1]])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import OPTIONS
+from helpers import twins
 from quantisers import layerwise_casting, nf4, quanto, torchao
 from torch import nn
 
@@ -55,55 +56,52 @@ def tensors(model: nn.Module) -> list[torch.Tensor]:
     return [leaf for _, tensor in tensors_of(model) for _, leaf in leaves(tensor)]
 
 
+def pair(kind: str) -> tuple[nn.Module, nn.Module]:
+    """A quantised model and its twin."""
+    model, twin = twins(lambda: Blocks().requires_grad_(False))
+    for m in (model, twin):
+        QUANTISERS[kind](m)
+    return model, twin
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+
+
+def check(run: nn.Module, twin: nn.Module) -> None:
+    for _ in range(3):
+        x = torch.randn(8, 128, dtype=torch.bfloat16)
+        assert torch.equal(run(x), twin(x))
+
+
 @pytest.mark.parametrize("kind", QUANTISERS)
 def test_its_bytes_stream(kind: str, no_grad: None) -> None:
     if kind in INSIDE and not stream_inside():
         pytest.skip("needs torch 2.13")
-    made = []
-    for _ in range(2):
-        model = Blocks().eval().requires_grad_(False)
-        QUANTISERS[kind](model)
-        made.append(model)
-    model, twin = made
+    model, twin = pair(kind)
     large = sum(t.nbytes for t in tensors(twin) if t.nbytes >= MIN_BYTES)
     offload(model, min_bytes=MIN_BYTES)
     assert sum(t.nbytes for t in tensors(model) if isinstance(t, HostWeight)) == large
-    options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    for _ in range(3):
-        x = torch.randn(8, 128, dtype=torch.bfloat16)
-        assert torch.equal(run(x), twin(x))
+    check(compiled(model), twin)
     (program,) = programs(model)
     assert program.plan.moved_bytes >= 0.95 * large
     assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 3
+    if kind not in INSIDE:
+        assert sum(region.cost.flops for region in program.program.problem.regions) == 4 * 2 * 8 * 128 * 128
     assert program.arena.nbytes == program.plan.arena_bytes
-    assert torch.equal(model(x), twin(x)), "eager"
+    check(model, twin)
     state = twin.state_dict()
     for name, value in model.state_dict().items():
         assert type(value) is type(state[name])
         for (_, a), (_, b) in zip(leaves(value), leaves(state[name]), strict=True):
             assert type(a) is torch.Tensor and torch.equal(a, b)
     if "nf4" in kind:
-        assert torch.equal(copy.deepcopy(model)(x), twin(x))
+        check(copy.deepcopy(model), twin)
     restore(model)
     assert [type(p) for p in model.parameters()] == [type(p) for p in twin.parameters()]
     assert not any(isinstance(t, HostWeight) for t in tensors(model))
-    assert torch.equal(model(x), twin(x))
-
-
-def test_the_flops_of_quantised_products_are_counted(no_grad: None) -> None:
-    counted = set()
-    for kind in ("none", "bitsandbytes nf4", "layerwise casting"):
-        model = Blocks().eval().requires_grad_(False)
-        QUANTISERS[kind](model)
-        offload(model, min_bytes=MIN_BYTES)
-        options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
-        torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(
-            torch.randn(8, 128, dtype=torch.bfloat16)
-        )
-        (program,) = programs(model)
-        counted.add(sum(region.cost.flops for region in program.program.problem.regions))
-    assert counted == {4 * 2 * 8 * 128 * 128}
+    check(model, twin)
 
 
 def test_a_class_that_stays_is_named_with_what_streams_instead() -> None:
@@ -116,21 +114,12 @@ def test_a_class_that_stays_is_named_with_what_streams_instead() -> None:
 
 
 def on_the_drive_of_all(rank: int, kind: str) -> None:
-    made = []
-    for _ in range(2):
-        model = Blocks().eval().requires_grad_(False)
-        QUANTISERS[kind](model)
-        made.append(model)
-    model, twin = made
+    model, twin = pair(kind)
     offload(model, min_bytes=MIN_BYTES, share=True, host_memory=10_000)
     assert any(t.buffer.scratch for t in tensors(model) if isinstance(t, HostWeight))
-    options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    for _ in range(3):
-        x = torch.randn(8, 128, dtype=torch.bfloat16)
-        assert torch.equal(run(x), twin(x))
+    check(compiled(model), twin)
     restore(model)
-    assert torch.equal(model(x), twin(x))
+    check(model, twin)
 
 
 @pytest.mark.parametrize(

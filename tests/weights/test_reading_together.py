@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
-from test_drive import buffers, planned_reads, read_so_far
+from helpers import in_memory, load_stack, save_stack, stack_inputs
+from test_drive import LEAST, OPTIONS, buffers, planned_reads, read_so_far, same
+from test_killed_ranks import Meeting, pair
 from test_shared_weights import everywhere
 from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
-
-SIZE = Size(layers=2)
-LEAST = 1024
-OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
-    return str(tmp_path / "wan")
+    return save_stack(tmp_path)
 
 
-def pair(folder: str, degree: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """A model, and one that diffusers has cast."""
-    torch.set_grad_enabled(False)
-    kind = diffusers.WanTransformer3DModel
-    found = kind.from_pretrained(folder), kind.from_pretrained(folder, torch_dtype=dtype)
-    for model in found:
-        enable_ulysses(model, degree)
-    return found
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
 
 
 def step(run: Any, twin: Any, seed: int) -> None:
-    inputs = small_inputs("wan", SIZE, seed)
-    inputs = {k: v.to(twin.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    inputs = stack_inputs(seed, twin.embed.weight.dtype)
     assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+
+def end(model: nn.Module) -> None:
+    """No rank leaves before the others have what they read from it."""
+    restore(model)
+    torch._dynamo.reset()
+    dist.barrier()
 
 
 def reader_of(model: nn.Module) -> Any:
@@ -62,12 +53,10 @@ def together(model: nn.Module) -> bool:
     return bool(found.joined)
 
 
-def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, wanted: bool = True) -> None:
+def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0) -> None:
     for turn in range(30):
         step(run, twin, seed + turn)
-        found = [False] * dist.get_world_size()
-        dist.all_gather_object(found, together(model))
-        if all(found) if wanted else not any(found):
+        if all(found := everywhere(together(model))):
             return
     raise AssertionError(found)
 
@@ -85,10 +74,10 @@ def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int =
     return everywhere(read_so_far(model) - before), turns * planned, reader_of(model)._thread._wanted
 
 
-def read_by_the_first(rank: int, folder: str, world: int) -> None:
-    model, twin = pair(folder, world)
+def read_by_the_first(rank: int, file: str, world: int) -> None:
+    model, twin = pair(file)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    run = compiled(model)
     until_together(model, run, twin)
     (program,) = programs(model)
     told = len(program.measurements)
@@ -97,10 +86,8 @@ def read_by_the_first(rank: int, folder: str, world: int) -> None:
     said = sum(m.read_bytes for m in program.measurements[told:])
     assert planned - ring <= said <= planned + ring, "reports say the same on all ranks"
     assert Path("/proc/self/maps").read_text().count("memfd:chunkflow-ring") == 3
-    restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    torch._dynamo.reset()
-    dist.barrier()
+    end(model)
+    assert same(model, twin)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -108,14 +95,14 @@ def test_one_rank_reads_for_all(on_ranks: Callable[..., None], saved: str, world
     on_ranks(read_by_the_first, saved, world, world=world, fresh=True)
 
 
-def writes(rank: int, folder: str) -> None:
+def writes(rank: int, file: str) -> None:
     """A rank that writes a weight has an order of its own from then on, and a common one again when all have written it."""
-    model, twin = pair(folder, 2, torch.bfloat16)
+    model, twin = pair(file, dtype=torch.bfloat16)
     offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=torch.bfloat16)  # to a scratch file
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    run = compiled(model)
     until_together(model, run, twin)
     for writer in (1, 0):
-        name = f"blocks.{writer}.ffn.net.0.proj.weight"
+        name = f"blocks.{writer}.block.up.weight"
         dist.barrier()
         if rank == writer:
             for m in (model, twin):
@@ -129,9 +116,7 @@ def writes(rank: int, folder: str) -> None:
         for m in (model, twin):
             m.get_parameter(name).fill_(0.01 * (writer + 1))
         until_together(model, run, twin, 40)
-    restore(model)
-    torch._dynamo.reset()
-    dist.barrier()
+    end(model)
 
 
 @pytest.mark.long
@@ -139,9 +124,9 @@ def test_ranks_that_write_read_alone_until_all_have_written(on_ranks: Callable[.
     on_ranks(writes, saved)
 
 
-def blocks(rank: int, folder: str) -> None:
+def blocks(rank: int, file: str) -> None:
     """Blocks compiled one by one: the ranks take up their cycle at calls of their own."""
-    model, twin = pair(folder, 2)
+    model, twin = pair(file)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
     run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     for turn in range(4):
@@ -154,9 +139,7 @@ def blocks(rank: int, folder: str) -> None:
     for turn in range(4):
         step(run, twin, turn)
     assert everywhere(read_so_far(model))[1] == read[1]
-    restore(model)
-    torch._dynamo.reset()
-    dist.barrier()
+    end(model)
 
 
 @pytest.mark.long
@@ -164,35 +147,25 @@ def test_a_cycle_is_read_together(on_ranks: Callable[..., None], saved: str) -> 
     on_ranks(blocks, saved)
 
 
-class Joined(nn.Module):
-    """A model in whose calls all ranks meet, beside those of its Ulysses group."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> tuple[torch.Tensor]:
-        return (funcol.all_gather_tensor(self.model(**inputs)[0], 0, dist.group.WORLD)[:1],)
-
-
-def groups(rank: int, folder: str) -> None:
+def groups(rank: int, file: str) -> None:
     """One of two groups runs more calls in which only its own ranks meet."""
-    (model, twin), (other, its_twin) = pair(folder, 2), pair(folder, 2)
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    (model, twin), (other, its_twin) = pair(file, group), pair(file, group)
+    for m in (model, twin):
+        m.blocks[0] = Meeting(m.blocks[0], dist.group.WORLD)  # all ranks meet in this one
     arena = chunkflow_compile.Arena("cpu")
-    beside = torch.compile(other, backend="chunkflow", options={**OPTIONS, "policy": "resident", "arena": arena})
+    beside = compiled(other, policy="resident", arena=arena)
     for turn in range(3 if rank < 2 else 1):
         step(beside, its_twin, turn)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
-    run = torch.compile(Joined(model), backend="chunkflow", fullgraph=True, options={**OPTIONS, "arena": arena})
+    run = compiled(model, arena=arena)
     until_together(model, run, twin)
     read, planned, ring = counted(model, run, twin, 100)
     assert read[1:] == [0, 0, 0] and 0 < planned - ring <= read[0] <= planned + ring
     for turn in range(5 if rank < 2 else 2):
         step(beside, its_twin, turn)
     until_together(model, run, twin)
-    restore(model)
-    torch._dynamo.reset()
-    dist.barrier()
+    end(model)
 
 
 @pytest.mark.long
@@ -200,74 +173,16 @@ def test_groups_that_differ_read_together_where_all_meet(on_ranks: Callable[...,
     on_ranks(groups, saved, world=4)
 
 
-def not_in_step(rank: int, folder: str) -> None:
+def not_in_step(rank: int, file: str) -> None:
     """No collective keeps them in step: neither waits for the other."""
-    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(folder) for _ in range(2))
-    torch.set_grad_enabled(False)
+    model, twin = load_stack(file), in_memory(load_stack(file))
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
-    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    run = compiled(model)
     for turn in range(3 + 5 * rank):
         step(run, twin, turn)
     assert reader_of(model)._ring is None and read_so_far(model) > 0
-    restore(model)
-    dist.barrier()
+    end(model)
 
 
 def test_ranks_that_are_not_in_step_read_for_themselves(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(not_in_step, saved)
-
-
-# Larger than what the kernel reads ahead at the end of a file.
-SEVERAL_MIB = Size(layers=4, heads=8, head_dim=32, text=64)
-
-
-def out_of_the_page_cache(file: Path) -> None:
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def from_the_disk() -> int:
-    """Bytes that this process has caused to be read from a disk."""
-    return int(next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes")).split()[1])
-
-
-def read_once(rank: int, folder: str) -> None:
-    (file,) = Path(folder).glob("*.safetensors")
-    size, inputs = file.stat().st_size, small_inputs("wan", SEVERAL_MIB, 0)
-    for turns in (None, False, True):  # the first round imports and compiles
-        gc.collect()  # what is mapped stays in the page cache
-        read = 0
-        for now in range(2 if turns else 1):
-            dist.barrier()
-            if rank == 0:
-                out_of_the_page_cache(file)
-            dist.barrier()
-            before = from_the_disk()
-            if now == 0:
-                model = diffusers.WanTransformer3DModel.from_pretrained(folder)
-                offload(model, min_bytes=LEAST, share=True, host_memory=0)
-                run = torch.compile(model, backend="chunkflow", options={**OPTIONS, "chunk_bytes": 1 << 20})
-            if not turns or rank == now:
-                for _ in range(3):
-                    run(**inputs)
-                programs(model)[-1].arena.streams.copy.synchronize()
-            read += from_the_disk() - before
-        assert all(each > 2 * size for each in everywhere(read_so_far(model))), "each rank reads all of it in each step"
-        found = sum(everywhere(read)) / size
-        assert turns is None or (1.5 if turns else 0.98) < found < (2.05 if turns else 1.02), found
-        restore(model)
-        del model, run
-        torch._dynamo.reset()
-
-
-@pytest.mark.long
-def test_ranks_read_each_byte_of_the_drive_once(on_ranks: Callable[..., None], tmp_path: Path) -> None:
-    """The page cache is what they have in common: with nothing in it for each of them, the drive reads twice."""
-    small_model("wan", SEVERAL_MIB).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
-    (file,) = (tmp_path / "wan").glob("*.safetensors")
-    out_of_the_page_cache(file)
-    before = from_the_disk()
-    if len(file.read_bytes()) > from_the_disk() - before:
-        pytest.skip("the folder for temporary files is on no disk")
-    on_ranks(read_once, str(tmp_path / "wan"), fresh=True)

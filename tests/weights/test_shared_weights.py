@@ -9,35 +9,31 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import OPTIONS as SLOW
-from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
-from test_drive import buffers, counted_reads, planned_reads
+from helpers import Stack, in_memory, load_stack, save_stack, twins
+from test_drive import LEAST, OPTIONS, SIZE, buffers, counted_reads, planned_reads, same, steps
 from test_killed_ranks import without_name
 from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights.backing import FileSlice
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import CheckpointReader
 from chunkflow_compile.weights.drive import Scratch
-from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.mapping import whole_pages
 from chunkflow_compile.weights.sharing import SharedPages
 from chunkflow_compile.weights.source import DriveBytes
 
-SIZE = Size(layers=1)
-LEAST = 1024
-OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 BF16 = torch.bfloat16
 PLACES = ["in host memory", "on the drive"]
 # A scratch file is for weights that are cast: those that are not stay in their checkpoint.
@@ -59,12 +55,8 @@ def memfds() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:chunkflow-weights")
 
 
-def files() -> Iterator[Path]:
-    return (f for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
-
-
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if (buffer := buffer_of(p)) and buffer.shared is not None}
+    return {name for name, buffer in buffers(model).items() if buffer.shared is not None}
 
 
 def large(model: nn.Module) -> set[str]:
@@ -88,22 +80,6 @@ def everywhere(value: Any) -> list[Any]:
     return found
 
 
-def steps(run: Any, twin: nn.Module, seed: int = 0) -> None:
-    dtype = twin.dtype
-    for step in range(3):
-        if isinstance(twin, Stack):
-            found: dict[str, Any] = stack_inputs(seed + step)
-        else:
-            found = small_inputs("wan", SIZE, seed + step)
-        inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found.items()}
-        got, want = run(**inputs), twin(**inputs)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def same(model: nn.Module, twin: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
 def said_here() -> list[str]:
     """What this rank logs from now on."""
     records: list[str] = []
@@ -113,20 +89,13 @@ def said_here() -> list[str]:
     return records
 
 
-def mul(m: nn.Module, name: str) -> None:
-    m.get_parameter(name)[:1].mul_(2)
-
-
-def data(m: nn.Module, name: str) -> None:
-    m.get_parameter(name).data += 1
-
-
-def load(m: nn.Module, name: str) -> None:
-    m.load_state_dict({name: torch.full_like(m.get_parameter(name), 0.01)}, strict=False)
-
-
-def in_state(m: nn.Module, name: str) -> None:
-    m.state_dict()[name].add_(1)
+# Each writes a weight: a model, a name.  The last one writes a copy, unless the weight is on the drive.
+WRITES: tuple[Callable[[nn.Module, str], Any], ...] = (
+    lambda m, name: m.get_parameter(name)[:1].mul_(2),
+    lambda m, name: m.get_parameter(name).data.add_(1),
+    lambda m, name: m.load_state_dict({name: torch.full_like(m.get_parameter(name), 0.01)}, strict=False),
+    lambda m, name: m.state_dict()[name].add_(1),
+)
 
 
 def in_one_file(model: nn.Module, world: int) -> set[str]:
@@ -171,7 +140,7 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
     moves_what_is_planned(model, run, twin, where)
 
     # A rank writes: only it sees that, also through a view from before, and has a copy of its own from then on.
-    ways: list[Callable[[nn.Module, str], None]] = [mul, data, load, *([in_state] if on_drive else [])]
+    ways = WRITES if on_drive else WRITES[:-1]
     left, mine, homes_before = iter(sorted(names)), set[str](), buffers(model)
     for writer in (1, 0):
         written = [next(left) for _ in ways]
@@ -211,7 +180,7 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
     del run, homes_before, views
     torch._dynamo.reset()
     gc.collect()
-    assert memfds() == 0 and not any("chunkflow" in os.readlink(f) for f in files())
+    assert memfds() == 0
     assert without_name() == before, "no ordinary tensor keeps the file"
 
 
@@ -292,7 +261,7 @@ def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None
 def sealed(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
     offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = buffer_of(model[0].weight).shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    number = buffers(model)["0.weight"].shared._descriptor.number  # type: ignore[union-attr]
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
     for size in (0, 1 << 20):
@@ -306,11 +275,7 @@ def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> Non
 
 def other_models(rank: int) -> None:
     records = said_here()
-    torch.manual_seed(rank)
-    sizes = {"width": 64, "layers": 3} if rank else {}
-    model = Stack(**sizes)
-    torch.manual_seed(rank)
-    twin = Stack(**sizes)
+    model, twin = twins(lambda: Stack(layers=3, width=64) if rank else Stack())
     offload(model, min_bytes=LEAST, share=True)
     assert [
         r for r in records if re.search(rf"rank {rank} shares \d of its \d+ weights: another rank places another", r)
@@ -334,46 +299,36 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def from_one_file(rank: int, folder: str, dtype: torch.dtype | None) -> None:
-    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
-    twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
-    names, copy = large(model), sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST)
-    most = max(p.nbytes for p in model.parameters())
+def from_one_file(rank: int, file: str) -> None:
+    model, twin = load_stack(file), load_stack(file, BF16)
+    names, sizes = large(model), [t.nbytes for t in (*model.parameters(), *model.buffers()) if t.nbytes >= LEAST]
     with pytest.MonkeyPatch.context() as patch:
-        sizes = count_reads(patch)
-        offload(model, min_bytes=LEAST, share=True, dtype=dtype)
-    read = everywhere(sum(sizes))
-    assert sum(read) == copy and abs(read[0] - read[1]) <= 2 * most, "one copy, and each rank reads half of it"
+        mine = count_reads(patch)
+        offload(model, min_bytes=LEAST, share=True, dtype=BF16)
+    read = everywhere(sum(mine))
+    assert sum(read) == sum(sizes) and abs(read[0] - read[1]) <= 2 * max(sizes), (
+        "one copy, and each rank reads half of it"
+    )
     assert shared(model) == names
-    for name, p in twin.named_parameters():
-        assert torch.equal(model.get_parameter(name), p), name
+    assert same(model, twin)
     dist.barrier()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
-def test_each_rank_reads_a_share_of_the_file(
-    on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype | None
-) -> None:
-    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
-    on_ranks(from_one_file, str(tmp_path / "wan"), dtype)
+def test_each_rank_reads_a_share_of_the_file(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(from_one_file, saved)
 
 
-def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
+def beside_the_drive(rank: int, file: str, dtype: torch.dtype | None) -> None:
     """Half of the weights are shared in host memory, and half are on the drive."""
-    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
-    twin = in_memory(diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype))
+    model, twin = load_stack(file), in_memory(load_stack(file, dtype))
     budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
-    cast = None if dtype == torch.float32 else dtype
-    offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=cast)
-    buffers = {name: buffer for name, p in model.named_parameters() if (buffer := buffer_of(p)) is not None}
-    drive, memory = {name for name, buffer in buffers.items() if buffer.drive is not None}, shared(model)
-    assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(buffers)
-    assert {n for n in drive if not buffers[n].scratch} == {
-        n for n in drive if twin.get_parameter(n).dtype == torch.float32
-    }, "what the model keeps in float32 stays in its checkpoint"
+    offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=dtype)
+    found = buffers(model)
+    drive, memory = {name for name, buffer in found.items() if buffer.drive is not None}, shared(model)
+    assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(found)
     # buffers are shared too, and each begins at a page
-    one, other = buffers[min(memory)], buffers[min(drive)]
-    assert one.shared is not None and other.scratch == (cast is not None)
+    one, other = found[min(memory)], found[min(drive)]
+    assert one.shared is not None and other.scratch == (dtype is not None)
     placed = [buffer for buffer in one.store.buffers if buffer.drive is None]
     assert sum(buffer.nbytes for buffer in placed) <= budget
     held = os.fstat(one.shared._descriptor.number).st_size
@@ -382,22 +337,20 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
     steps(run, twin)
     for buffer in (one, other):
         if rank == 1:
-            with torch.no_grad():
-                for m in (model, twin):
-                    m.get_parameter(buffer.name).mul_(2)
+            for m in (model, twin):
+                m.get_parameter(buffer.name).mul_(2)
         dist.barrier()
         steps(run, twin, 5)
     # what a rank has written is in memory of its own from then on
     assert shared(model) == (memory - {one.name} if rank else memory)
     assert (other.drive is None) == (rank == 1)
     restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model, twin)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shared_memory_beside_the_drive(on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype) -> None:
-    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
-    on_ranks(beside_the_drive, str(tmp_path / "wan"), dtype, fresh=True)
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_shared_memory_beside_the_drive(on_ranks: Callable[..., None], saved: str, dtype: torch.dtype | None) -> None:
+    on_ranks(beside_the_drive, saved, dtype, fresh=True)
 
 
 def test_share_without_a_group() -> None:

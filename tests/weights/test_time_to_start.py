@@ -13,7 +13,8 @@ import diffusers
 import pytest
 import torch
 from helpers import Terminal
-from test_shared_weights import LEAST, SIZE, everywhere
+from test_drive import LEAST, SIZE
+from test_shared_weights import everywhere
 
 from chunkflow_compile import apply, offload
 from chunkflow_compile.hardware.profiles import CPU, load_profile
@@ -70,36 +71,27 @@ class Pipe:
 
 
 def on_a_rank(rank: int, folder: str) -> None:
-    shown, told = Terminal(), f"from a drive of 0.0 GB/s in {SECONDS} s"
-    one = loaded(folder)
+    shown, bars = Terminal(), dict[int, tuple[str, int]]()
+    one, told = loaded(folder), f"from a drive of 0.0 GB/s in {SECONDS} s"
     whole = sum(p.nbytes for p in one.parameters() if p.nbytes >= LEAST)
     compared = sum(b.nbytes for b in one.buffers() if b.nbytes >= LEAST)
+
+    def display(bar: Any, *_: object, **__: object) -> None:
+        bars[id(bar)] = bar.desc, bar.total
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(Path(folder).parent))  # the server that forks has the one of its start
         patch.setattr(sys, "stderr", shown)
-        patch.setattr("tqdm.std.tqdm.display", kept := Displayed())
+        patch.setattr("tqdm.std.tqdm.display", display)
         offload(loaded(folder), "cpu", min_bytes=LEAST, share=True)
-        (bar,) = kept.bars.values()
+        (bar,) = bars.values()
         assert bar[0] == f"chunkflow: moving {NAME} to the host, {told}"
         assert sum(everywhere(bar[1])) == whole + 2 * compared, "the ranks read one copy together, in the time of one"
-        kept.bars.clear()
+        bars.clear()
         apply(Pipe(folder), "cpu", memory="64MiB", min_bytes=LEAST, lowering="eager", share=True)
-        every, *parts = kept.bars.values()
+        every, *parts = bars.values()
         assert re.fullmatch(rf"chunkflow: placing one, two, from a drive of 0.0 GB/s in {2 * SECONDS} s", every[0])
         assert [part[0] for part in parts] == [bar[0], bar[0]]
-
-
-class Displayed:
-    """Stands for ``tqdm.display``: keeps the words and the bytes of each bar, in place of the bar."""
-
-    def __init__(self) -> None:
-        self.bars = dict[int, tuple[str, int]]()
-
-    def __get__(self, bar: Any, _: object) -> Callable[..., None]:
-        def display(*_: object, **__: object) -> None:
-            self.bars[id(bar)] = bar.desc, bar.total
-
-        return display
 
 
 def test_each_rank_and_a_pipeline_say_it(on_ranks: Callable[..., None], saved: str) -> None:

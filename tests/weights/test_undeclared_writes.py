@@ -2,133 +2,211 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Stack
+from helpers import Stack, check_steps, twins
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 
 LEAST = 1024
-STREAMING = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
-RESIDENT = {**STREAMING, "policy": "resident"}
-ONE, OTHER = "blocks.0.up.weight", "blocks.1.up.weight"
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 1024}
+POLICIES = ("layerwise", "resident")
+ONE = "blocks.0.up.weight"
+
+# An extension whose schema does not declare what it writes.
+_LIBRARY = torch.library.Library("chunkflow_tests", "FRAGMENT")
+_LIBRARY.define("scale(Tensor weight, float by) -> ()")
+_LIBRARY.impl("scale", lambda weight, by: [weight.mul_(by), None][1], "CompositeExplicitAutograd")
 
 
-def steps(run: Any, twin: nn.Module, seed: int) -> None:
-    for step in range(2):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + step))
-        assert torch.equal(run(x), twin(x))
+def compiled(model: nn.Module, policy: str) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "policy": policy})
 
 
-def pair(rank: int, options: dict[str, Any], share: bool) -> tuple[nn.Module, nn.Module, Any]:
-    torch.manual_seed(0)
-    model = Stack().eval()
-    twin = copy.deepcopy(model)
-    offload(model, min_bytes=LEAST, share=share)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    steps(run, twin, 0)
-    (program,) = programs(model)
-    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 2
-    assert (program.plan.moved_bytes > 0) == (options == STREAMING)
-    return model, twin, run
+def coalesced(weight: torch.Tensor, source: int) -> Any:
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(weight[:2], dist.ReduceOp.MAX)
+        dist.all_reduce(weight[2:], dist.ReduceOp.MAX)
+    return manager
 
 
-# Each writes weights of one rank or both: a model, its rank.
-def broadcast(model: nn.Module, rank: int) -> None:
-    for p in model.parameters():
-        dist.broadcast(p, 0)
+def scatter(weight: torch.Tensor, source: int) -> Any:
+    sent = [torch.full_like(weight, (r + 1) / 8).cpu() for r in range(dist.get_world_size())]
+    return dist.scatter(weight, sent if dist.get_rank() == source else None, source, async_op=True)
 
 
-def broadcast_data(model: nn.Module, rank: int) -> None:
-    for p in model.parameters():
-        dist.broadcast(p.data, 1)
+def all_gather(weight: torch.Tensor, source: int) -> Any:
+    rows = [*weight.detach()[: 2 * dist.get_world_size()].split(2)]
+    return dist.all_gather(rows, torch.full_like(rows[0], (dist.get_rank() + 1) / 4), async_op=True)
 
 
-def broadcast_later(model: nn.Module, rank: int) -> None:
-    works = [dist.broadcast(p, 0, async_op=True) for p in model.parameters()]
-    for work in works:
-        work.wait()
+def from_all_rows(collective: Callable[..., Any]) -> Callable[[torch.Tensor, int], Any]:
+    """One that takes two rows for each rank, or gives them."""
+
+    def call(weight: torch.Tensor, source: int) -> Any:
+        target = weight[: 2 * dist.get_world_size()]
+        if collective is dist.reduce_scatter_tensor:
+            return collective(weight[:2], torch.ones_like(target) * dist.get_rank(), async_op=True)
+        sent = target if collective is dist.all_to_all_single else target[:2]
+        return collective(target, torch.full_like(sent, dist.get_rank() / 4), async_op=True)
+
+    return call
 
 
-def by_futures(model: nn.Module, rank: int) -> None:
-    for future in [dist.all_reduce(p, async_op=True).get_future() for p in model.parameters()]:
-        future.wait()
-
-
-def coalesced(model: nn.Module, rank: int) -> None:
-    with dist.distributed_c10d._coalescing_manager():
-        for p in model.parameters():
-            dist.all_reduce(p)
-
-
-def scatter_and_gather(model: nn.Module, rank: int) -> None:
-    one, other = model.get_parameter(ONE), model.get_parameter(OTHER)
-    dist.scatter(one, [one * 3, one * 4] if rank == 0 else None)
-    dist.all_gather(list(other.data.chunk(2)), torch.full_like(other[: len(other) // 2], rank))
-    dist.all_gather_into_tensor(one.data, other[: len(other) // 2].contiguous())
-    dist.reduce_scatter_tensor(other[:4].data, torch.ones_like(other[:8]) * rank)
-    dist.reduce(one, 1)
-    dist.all_to_all_single(other.data, one * rank)
-
-
-def synchronised(model: nn.Module, rank: int) -> None:
-    """As DistributedDataParallel begins."""
-    dist._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in model.parameters()], 1 << 20, 0)
-
-
-def into_a_state_dict(model: nn.Module, rank: int) -> None:
-    """No op on a weight.  Ranks that share weights get copies there."""
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, 0)
-    model.state_dict()[ONE].numpy()[:] += rank
-
-
-def functional(model: nn.Module, rank: int) -> None:
+def functional(weight: torch.Tensor, source: int) -> None:
     ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
-    ops.wait_tensor(ops.broadcast_(model.get_parameter(ONE), 1, group))
-    ops.wait_tensor(ops.all_reduce_(model.get_parameter(OTHER), "sum", group))
+    ops.wait_tensor(ops.broadcast_(weight, source, group))
+    ops.wait_tensor(ops.all_reduce_(weight, "max", group))
 
 
-ALL = (
-    broadcast,
-    broadcast_data,
-    broadcast_later,
-    by_futures,
-    coalesced,
-    scatter_and_gather,
-    synchronised,
-    functional,
+# Each writes a weight on all ranks: the weight, and a rank.  Returns what waits for it, None if nothing need.
+COLLECTIVES: dict[str, Callable[[Any, int], Any]] = {
+    "broadcast": lambda w, source: dist.broadcast(w, source, async_op=True),
+    "all_reduce": lambda w, source: dist.all_reduce(w, dist.ReduceOp.MAX, async_op=True),
+    "a future": lambda w, source: dist.all_reduce(w, dist.ReduceOp.MAX, async_op=True).get_future(),
+    "reduce": lambda w, source: dist.reduce(w, source, dist.ReduceOp.MIN, async_op=True),
+    "rows": lambda w, source: dist.broadcast(w[2:5], source, async_op=True),
+    "as DistributedDataParallel begins": lambda w, source: dist._broadcast_coalesced(
+        dist.group.WORLD, [w.detach()], 1 << 20, source
+    ),
+    "all_gather": all_gather,
+    "all_gather_into_tensor": from_all_rows(dist.all_gather_into_tensor),
+    "reduce_scatter_tensor": from_all_rows(dist.reduce_scatter_tensor),
+    "all_to_all_single": from_all_rows(dist.all_to_all_single),
+    "scatter": scatter,
+    "coalesced": coalesced,
+    "functional": functional,
+}
+
+
+class Pair:
+    """An offloaded model, compiled, and its plain twin.  Each action is done to both, alike on all ranks."""
+
+    def __init__(self, policy: str, share: bool) -> None:
+        self.model, self.twin = twins(lambda: Stack(layers=3))
+        offload(self.model, min_bytes=LEAST, share=share)
+        self.run = compiled(self.model, policy)
+        self.names = [name for name, p in self.twin.named_parameters() if p.nbytes >= LEAST]
+        self.shared = share
+        self.busy: dict[str, list[Any]] = {}  # what a collective may still write -> its works
+        self.kinds = itertools.cycle(COLLECTIVES)
+        self.done: list[str] = []
+
+    def both(self, name: str) -> list[nn.Parameter]:
+        return [self.model.get_parameter(name), self.twin.get_parameter(name)]
+
+    def step(self, draw: random.Random) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
+        self.finish(draw)
+        for _ in range(draw.choice((1, 1, 2))):
+            found, expected = self.run(x), self.twin(x)
+            assert torch.isfinite(expected).all() and torch.equal(found, expected), self.done
+            x = x + 1
+
+    def read(self, draw: random.Random) -> None:
+        name = draw.choice([n for n in self.names if n not in self.busy])
+        how = draw.choice((lambda w: w.sum(), lambda w: w[1:3].clone(), lambda w: w @ w.T, lambda w: w.cpu()))
+        assert torch.equal(*(how(p) for p in self.both(name))), (name, self.done)
+
+    def write(self, draw: random.Random) -> None:
+        name, by = draw.choice([n for n in self.names if n not in self.busy]), draw.choice((0.5, 0.75, -1.0))
+        rank = dist.get_rank()
+        how = draw.choice(
+            (
+                lambda p: p.mul_(by),
+                lambda p: p[1:3].fill_(by * rank),
+                lambda p: p.copy_(p.flip(0) * by),
+                lambda p: p.data.add_(rank / 8),
+                lambda p: setattr(p, "data", p.data * by),
+                lambda p: torch._foreach_mul_([p, p[1]], by),
+                lambda p: torch.ops.chunkflow_tests.scale(p, by),
+                lambda p: torch.ops.chunkflow_tests.scale(p.t()[1:], by),
+            )
+        )
+        for p in self.both(name):
+            how(p)
+
+    def load(self, draw: random.Random) -> None:
+        self.finish(draw)
+        values = {name: self.twin.get_parameter(name) * 0.5 for name in draw.sample(self.names, 2)}
+        for m in (self.model, self.twin):
+            m.load_state_dict(values, strict=False)
+
+    def lend(self, draw: random.Random) -> None:
+        """Write what state_dict has made, which is the model's memory unless ranks share it."""
+        self.finish(draw)
+        if not self.shared:
+            name, source = draw.choice(self.names), draw.randrange(dist.get_world_size())
+            for m in (self.model, self.twin):
+                state = m.state_dict()[name]
+                dist.broadcast(state, source)
+                state.numpy()[:1] += dist.get_rank() / 8
+
+    def collect(self, draw: random.Random) -> None:
+        """A collective that writes a weight; its work is waited for now, or before the next step."""
+        name, source, later = draw.choice(self.names), draw.randrange(dist.get_world_size()), draw.random() < 0.5
+        self.finish(draw, name)
+        kind = next(self.kinds)
+        self.done.append(kind)
+        works = [COLLECTIVES[kind](draw.choice((p, p.data)), source) for p in self.both(name)]
+        self.busy[name] = [work for work in works if work is not None]
+        if not later:
+            self.finish(draw, name)
+
+    def finish(self, draw: random.Random, name: str | None = None) -> None:
+        """Wait for the collectives that may write a weight, or any; those of the model in another order on each rank."""
+        for key in [*self.busy] if name is None else [k for k in self.busy if k == name]:
+            for work in self.busy.pop(key):
+                work.wait()
+
+
+def randomly(rank: int, policy: str, share: bool, seeds: range) -> None:
+    pair = Pair(policy, share)
+    begin = {name: p.clone() for name, p in pair.twin.named_parameters()}
+    actions = (pair.step, pair.read, pair.write, pair.write, pair.collect, pair.collect, pair.load, pair.lend)
+    for seed in seeds:
+        draw = random.Random(seed)
+        for m in (pair.model, pair.twin):
+            m.load_state_dict({name: p * (1 + rank / 8) for name, p in begin.items()})
+        pair.done = [f"seed {seed}"]
+        pair.step(draw)
+        for _ in range(12):
+            action = draw.choice(actions)
+            pair.done.append(action.__name__)
+            action(draw)
+        pair.step(draw)
+    moved = [s.measurements[-1].moved_bytes for s in programs(pair.model)]
+    assert moved == [s.plan.moved_bytes for s in programs(pair.model)] and (sum(moved) > 0) == (policy != "resident")
+
+
+def case(world: int, policy: str, share: bool, count: int) -> Any:
+    return pytest.param(world, policy, share, range(count), marks=[pytest.mark.long] * (count > 10))
+
+
+@pytest.mark.parametrize(
+    ("world", "policy", "share", "seeds"),
+    [
+        case(2, "layerwise", False, 10),
+        case(2, "resident", True, 10),
+        *(case(world, policy, share, 200) for world in (2, 3) for policy in POLICIES for share in (False, True)),
+    ],
 )
-
-
-def written(rank: int, options: dict[str, Any], share: bool) -> None:
-    model, twin, run = pair(rank, options, share)
-    begin = [p.clone() for p in twin.parameters()]
-    for number, write in enumerate((*ALL, into_a_state_dict)[: len(ALL) + (not share)]):
-        for m in (model, twin):
-            for p, values in zip(m.parameters(), begin, strict=True):
-                p.copy_(values * (1 + rank + number / 8))
-        steps(run, twin, number)
-        for m in (model, twin):
-            write(m, rank)
-        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q), (write.__name__, name)
-        steps(run, twin, number)
-
-
-@pytest.mark.parametrize("options", [STREAMING, RESIDENT], ids=["streaming", "resident"])
-def test_collectives_write_weights(on_ranks: Callable[..., None], options: dict[str, Any]) -> None:
-    on_ranks(written, options, options == STREAMING)
+def test_random_programs_equal_their_twin(
+    on_ranks: Callable[..., None], world: int, policy: str, share: bool, seeds: range
+) -> None:
+    on_ranks(randomly, policy, share, seeds, world=world)
 
 
 def from_one_rank_to_another(rank: int) -> None:
-    model, _, _ = pair(rank, RESIDENT, True)
+    model = twins(Stack)[0]
+    offload(model, min_bytes=LEAST, share=True)
     weight = model.get_parameter(ONE)
     if rank == 0:
         dist.isend(weight, 1).wait()
@@ -168,14 +246,12 @@ class Halving(nn.Module):
         return self.up(halve(self.up(x), self.down.weight))
 
 
-@pytest.mark.usefixtures("no_grad")
-@pytest.mark.parametrize("options", [STREAMING, RESIDENT], ids=["streaming", "resident"])
-def test_forward_may_not_write_unseen(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = Halving()
-    before, x = model.down.weight.clone(), torch.randn(2, 32)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_forward_may_not_write_unseen(policy: str, no_grad: None) -> None:
+    model, x = Halving(), torch.randn(2, 32)
+    before = model.down.weight.clone()
     offload(model, min_bytes=LEAST)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    run = compiled(model, policy)
     for _ in range(2):
         with pytest.raises(ChunkflowError, match=r"writes the weight down\.weight .* chunkflow_tests\.halve\.default"):
             run(x)
@@ -185,8 +261,7 @@ def test_forward_may_not_write_unseen(options: dict[str, Any]) -> None:
     assert torch.equal(restore(model).down.weight, before * 0.5)
 
 
-@pytest.mark.usefixtures("no_grad")
-def test_what_nothing_tells_is_refused() -> None:
+def test_what_nothing_tells_is_refused(no_grad: None) -> None:
     model = Halving()
     offload(model, min_bytes=LEAST)
     with torch.library._scoped_library("chunkflow_tests", "FRAGMENT") as library:
@@ -198,26 +273,27 @@ def test_what_nothing_tells_is_refused() -> None:
         torch.ops._c10d_functional.irecv(model.down.weight, 0, 0, "0")
 
 
-@pytest.mark.usefixtures("no_grad")
-def test_a_state_dict_that_is_kept_may_be_written_at_any_time() -> None:
-    model, twin, run = pair(0, RESIDENT, False)
+def test_a_state_dict_that_is_kept_may_be_written_at_any_time(no_grad: None) -> None:
+    model, twin = twins(Stack)
+    offload(model, min_bytes=LEAST)
+    run = compiled(model, "resident")
+    check_steps(run, twin, 2)
     states = [m.state_dict() for m in (model, twin)]
     with pytest.warns(UserWarning, match=r"Tensors of a state_dict\(\) of Stack are still in use"):
-        steps(run, twin, 0)
-    for seed in (1, 2):
+        check_steps(run, twin, 2)
+    for _ in range(2):
         for state in states:
             state[ONE].numpy()[:] *= 0.5
-        steps(run, twin, seed)
+        check_steps(run, twin, 2)
     del states, state
-    steps(run, twin, 3)
+    check_steps(run, twin, 2)
     (program,) = programs(model)
     seen = program.steps
-    steps(run, twin, 4)
+    check_steps(run, twin, 2)
     assert programs(model) == (program,) and program.steps == seen + 2, "what is dropped is counted once"
 
 
-@pytest.mark.usefixtures("no_grad")
-def test_running_statistics_are_written() -> None:
+def test_running_statistics_are_written(no_grad: None) -> None:
     model, twin = nn.BatchNorm1d(512), nn.BatchNorm1d(512)
     offload(model, min_bytes=LEAST)
     x = torch.randn(4, 512)
