@@ -42,8 +42,11 @@ def lifetimes(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
 
 @given(lifetimes())
 def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int]) -> None:
+    """And the arena is at least what is alive, and at most everything."""
     lives, windows = case
     offsets, arena = assign_slots(lives, windows)
+    assert peak_bytes(lives, windows) <= arena <= sum(aligned(life.nbytes) for life in lives)
+    assert assign_slots(list(lives), windows) == (offsets, arena)
     for life, at in zip(lives, offsets, strict=True):
         assert at % ALIGNMENT == 0
         assert at + life.nbytes <= arena
@@ -53,14 +56,6 @@ def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int
             for q in b.pieces:
                 together = alive(p, windows) & alive(q, windows)
                 assert not together or at + p.end <= bt + q.begin or bt + q.end <= at + p.begin
-
-
-@given(lifetimes())
-def test_the_arena_is_at_least_what_is_alive_and_at_most_everything(case: tuple[list[Lifetime], int]) -> None:
-    lives, windows = case
-    offsets, arena = assign_slots(lives, windows)
-    assert peak_bytes(lives, windows) <= arena <= sum(aligned(life.nbytes) for life in lives)
-    assert assign_slots(list(lives), windows) == (offsets, arena)
 
 
 def test_equal_blocks_pack_without_loss() -> None:
