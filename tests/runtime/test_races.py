@@ -34,7 +34,7 @@ from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3
 # Different programs of each part.  The first is the one of the quick tests.
-PROGRAMS = (65, 145, 145, 145)
+PROGRAMS = (35, 155, 155, 155)
 # Mutations that some schedule must turn into wrong numbers.  verify rejects the others before a schedule shows anything.
 SHOWN = {
     "remove_a_wait",
@@ -90,7 +90,7 @@ def test_programs_that_take_turns_in_one_arena_give_the_model_s_numbers_on_every
     """Two programs on the same weights, in every order of two steps."""
     count: Counter[str] = Counter()
 
-    @examples(0, 14)
+    @examples(0, 8)
     @given(specs, choices, choices)
     def check_all(spec: Spec, one: Choices, other: Choices) -> None:
         found = Bench(spec)
@@ -109,7 +109,7 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
 ) -> None:
     count: Counter[str] = Counter()
 
-    @examples(1, 10)
+    @examples(1, 6)
     @given(specs, st.lists(choices, min_size=3, max_size=3), st.integers(0, 2**16))
     def check_all(spec: Spec, plans: list[Choices], seed: int) -> None:
         found = Bench(spec)
