@@ -16,7 +16,7 @@ import torch
 from conftest import HERE, OPTIONS, WRAPS
 from helpers import Stack
 
-from chunkflow_compile import ChunkflowError, cycles, metrics, offload, programs, replan, restore
+from chunkflow_compile import ChunkflowError, cycles, explain, metrics, offload, programs, replan, restore, spans
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -195,8 +195,6 @@ def test_models_that_are_gone_vanish(registry: Any, scrape: Callable[[], Values]
 def test_a_pipeline_by_component(registry: Any, scrape: Callable[[], Values], applied: Callable[..., Any]) -> None:
     from small_pipelines import SMALL_PIPELINES
 
-    from chunkflow_compile import explain
-
     pipe, budget = applied("wan")
     metrics(pipe, registry=registry)
     SMALL_PIPELINES["wan"].generate(pipe)
@@ -239,8 +237,11 @@ def test_errors(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ChunkflowError, match="takes a diffusers pipeline"):
         metrics(3, registry=registry)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ChunkflowError, match=r"pip install 'chunkflow-compile\[metrics\]'"):
         metrics()
+    with pytest.raises(ChunkflowError, match=r"pip install 'chunkflow-compile\[metrics\]'"), spans(Stack()):
+        pass
 
 
 def test_spans_of_a_request() -> None:
@@ -248,8 +249,6 @@ def test_spans_of_a_request() -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    from chunkflow_compile import spans
 
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -278,14 +277,3 @@ def test_spans_of_a_request() -> None:
             "chunkflow.collective_s": took.collective_s,
             "chunkflow.moved_bytes": took.moved_bytes + took.primed_bytes,
         }
-
-
-def test_spans_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkflow_compile import spans
-
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with (
-        pytest.raises(ChunkflowError, match=r"pip install 'chunkflow-compile\[metrics\]'"),
-        spans(Stack()),
-    ):
-        pass

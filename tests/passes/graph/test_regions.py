@@ -30,14 +30,11 @@ class Views(nn.Module):
 
 
 def test_a_weight_is_used_wherever_a_view_of_it_is_read() -> None:
-    problem = cut_of(Views(), torch.randn(4, 32)).problem
-    uses = {w.name: w.uses for w in problem.weights}
-    assert [r.block for r in problem.regions] == ["", "blocks.0", "", "blocks.1", ""]
-    assert uses == {"shared": (0, 2, 4), "blocks.0.weight": (1,), "blocks.1.weight": (3,)}
-
-
-def test_no_view_of_a_weight_crosses_a_region() -> None:
+    """And no view of it crosses a region."""
     cut = cut_of(Views(), torch.randn(4, 32))
+    uses = {w.name: w.uses for w in cut.problem.weights}
+    assert [r.block for r in cut.problem.regions] == ["", "blocks.0", "", "blocks.1", ""]
+    assert uses == {"shared": (0, 2, 4), "blocks.0.weight": (1,), "blocks.1.weight": (3,)}
     storages = {w.node.meta["val"].untyped_storage()._cdata for w in cut.discovery.weights}
     for region in cut.regions:
         assert not {n.meta["val"].untyped_storage()._cdata for n in region.outputs} & storages
