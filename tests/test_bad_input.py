@@ -30,11 +30,6 @@ def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True,
     return compiled(torch.randn(4, 8) if x is None else x)
 
 
-def stack_of(device: str) -> Stack:
-    with torch.device(device):
-        return Stack()
-
-
 def frozen(model: nn.Module) -> None:
     with torch._inductor.config.patch(freezing=True):
         run(model)
@@ -97,7 +92,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (placed_inputs, r"placed for cpu, but argument 0 is on meta: move it to cpu"),
     (lambda model: torch.compile(model, backend="chunkflow", mode="fastest")(torch.randn(4, 8)), r"(?i)mode"),
     (twice(offload), r"offloaded already"),
-    (lambda _: offload(stack_of("meta")), r"meta device, without values"),
+    (lambda _: offload(Stack().to("meta")), r"meta device, without values"),
     (by_kind(memry=3), r"Unknown option 'memry'; did you mean 'memory'"),
     (by_kind(mode="reduce-overhead"), r"use mode 'max-autotune-no-cudagraphs'"),
     (by_kind(mode="fast"), r"Unknown mode 'fast'"),

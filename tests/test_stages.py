@@ -294,28 +294,8 @@ def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
 
 
 def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
-    """The log by the name of the package, then by none, then by that of the artefact."""
-    logs = run_script(tmp_path)
-    assert ["[__chunkflow] rewritten, 0." in log for log in logs] == [True, False, True]
-    assert "prefetch('blocks.0.up.weight'" in logs[0]
-    trace_log = "".join(p.read_text() for p in tmp_path.glob("*.log"))
-    for i, name in enumerate(STAGES):
-        assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
-    assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
-
-
-def test_a_server_that_logs_everything_gets_no_listings(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), torch.no_grad():
-        torch.compile(Stack(3).eval(), backend="chunkflow", options=EAGER)(torch.randn(4, 8))
-        assert not [record for record in caplog.records if "__chunkflow" in record.name]
-    with caplog.at_level(logging.INFO, logger="chunkflow_compile"), torch.no_grad():
-        torch.compile(Stack(2).eval(), backend="chunkflow", options=EAGER)(torch.randn(4, 8))
-    assert [record for record in caplog.records if "__chunkflow" in record.name]
-
-
-def run_script(folder: Path) -> list[str]:
-    """Compiles a small model three times in a process of its own, which writes torch's trace to ``folder``; returns what
-    each logs."""
+    """A process compiles a model three times.  The log by the name of the package, then by none, then by that of the
+    artefact."""
     script = (
         "import os, sys, torch\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"
@@ -335,7 +315,22 @@ def run_script(folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "TORCH_TRACE": str(folder), "TORCH_LOGS": "chunkflow_compile"},
+        env={**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "chunkflow_compile"},
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr.split("next\n")
+    logs = done.stderr.split("next\n")
+    assert ["[__chunkflow] rewritten, 0." in log for log in logs] == [True, False, True]
+    assert "prefetch('blocks.0.up.weight'" in logs[0]
+    trace_log = "".join(p.read_text() for p in tmp_path.glob("*.log"))
+    for i, name in enumerate(STAGES):
+        assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
+    assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
+
+
+def test_a_server_that_logs_everything_gets_no_listings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        torch.compile(Stack(3).eval(), backend="chunkflow", options=EAGER)(torch.randn(4, 8))
+        assert not [record for record in caplog.records if "__chunkflow" in record.name]
+    with caplog.at_level(logging.INFO, logger="chunkflow_compile"), torch.no_grad():
+        torch.compile(Stack(2).eval(), backend="chunkflow", options=EAGER)(torch.randn(4, 8))
+    assert [record for record in caplog.records if "__chunkflow" in record.name]

@@ -212,22 +212,17 @@ def test_a_pipeline_by_component(registry: Any, scrape: Callable[[], Values], ap
     assert found["chunkflow_calls_total", "transformer"] > before["chunkflow_calls_total", "transformer"]
 
 
-def names() -> set[str]:
-    """Of all samples, as the registry exposes them; a summary has two."""
-    registry = prometheus_client.CollectorRegistry()
-    found = set()
+def test_the_dashboard_and_the_page_name_what_is_scraped(registry: Any) -> None:
+    """By the names of the samples, as the registry exposes them; a summary has two."""
+    names = set()
     for family in metrics(registry=registry).describe():
         ends = {"counter": ("_total",), "summary": ("_sum", "_count")}.get(family.type, ("",))
-        found |= {family.name + end for end in ends}
-    return found
-
-
-def test_the_dashboard_and_the_page_name_what_is_scraped() -> None:
+        names |= {family.name + end for end in ends}
     dashboard = (DOCS / "grafana.json").read_text()
     assert json.loads(dashboard)["panels"]
-    assert set(re.findall(r"chunkflow_\w+", dashboard)) <= names()
+    assert set(re.findall(r"chunkflow_\w+", dashboard)) <= names
     rows = re.findall(r"^\| `(chunkflow_\w+)`(?:, `(chunkflow_\w+)`)? \|", (DOCS / "metrics.md").read_text(), re.M)
-    assert {name for row in rows for name in row if name} == names()
+    assert {name for row in rows for name in row if name} == names
 
 
 def test_errors(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,13 +58,12 @@ def test_lanes_show_what_the_plan_predicts(made: tuple[Problem, Plan]) -> None:
     assert sum(b.end - b.start for b in lanes.lane("collective")) == pytest.approx(predicted.collective_s, abs=INSTANT)
     assert sum(s.end - s.start for s in lanes.stalls) == pytest.approx(predicted.exposed_s, abs=INSTANT)
     assert set(lanes.blocks) == {r.block for r in found.regions}
+    check_slots(lanes, plan)
+    check_trace(json.loads(trace_events(lanes, "title")), lanes)
 
 
-@settings(max_examples=150)
-@given(plans())
-def test_no_two_weights_share_bytes_of_the_arena_at_a_time(made: tuple[Problem, Plan]) -> None:
-    _, plan = made
-    lanes = lanes_of(plan)
+def check_slots(lanes: Lanes, plan: Plan) -> None:
+    """No two weights share bytes of the arena at a time."""
     boxes = [(s, a, b) for s in lanes.slots for a, b in around(s.start, s.end, lanes.step_s)]
     for i, (one, a, b) in enumerate(boxes):
         for other, c, d in boxes[i + 1 :]:
@@ -75,14 +74,6 @@ def test_no_two_weights_share_bytes_of_the_arena_at_a_time(made: tuple[Problem, 
     assert min(levels) >= 0
     held = [sum(s.stop - s.begin for s, a, b in boxes if a <= t < b - INSTANT) for t, _ in lanes.occupancy()]
     assert max(held, default=0) <= plan.arena_bytes
-
-
-@settings(max_examples=100)
-@given(plans())
-def test_trace_events_are_nested_and_in_time(made: tuple[Problem, Plan]) -> None:
-    _, plan = made
-    lanes = lanes_of(plan)
-    check_trace(json.loads(trace_events(lanes, "title")), lanes)
 
 
 def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
