@@ -167,8 +167,8 @@ def test_a_scrape_does_not_wait_for_a_call(registry: Any) -> None:
     beside = threading.Thread(target=scrapes)
     beside.start()
     try:
-        for i in range(30):
-            if i % 10 == 0:
+        for i in range(12):
+            if i % 4 == 0:
                 restore(model)
             assert torch.equal(model(x), twin(x))
     finally:

@@ -57,10 +57,14 @@ def traced_stack(layers: int) -> Traced:
     return trace(Stack(layers), {"x": torch.randn(4, 8)}, 0)
 
 
+def copied(program: Program) -> Program:
+    return replace(program, module=copy.deepcopy(program.module))
+
+
 def mutated(program: Program, change: Callable[[Program], object]) -> Program:
-    copied = replace(program, module=copy.deepcopy(program.module))
-    change(copied)
-    return copied
+    found = copied(program)
+    change(found)
+    return found
 
 
 def find(program: Program, target: Any, weight: str) -> Node:
@@ -91,8 +95,7 @@ AT_RANDOM: dict[Mutation, str] = {
 def test_rejects_a_mutated_program(mutation: Mutation) -> None:
     said = list[str]()
     for seed in range(8):
-        program = stack_program()
-        broken = mutation(replace(program, module=copy.deepcopy(program.module)), random.Random(seed))
+        broken = mutation(copied(stack_program()), random.Random(seed))
         if broken is not None and (violations := list(check(broken))):
             said += violations
             with pytest.raises(ChunkflowError, match="not safe to run"):
