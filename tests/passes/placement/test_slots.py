@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.placement.slots import Lifetime, Piece, assign_slots
@@ -40,6 +40,7 @@ def lifetimes(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
     return lives, windows
 
 
+@settings(max_examples=60)
 @given(lifetimes())
 def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int]) -> None:
     """And the arena is at least what is alive, and at most everything."""
