@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import torch.distributed._functional_collectives as funcol
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
@@ -71,6 +73,22 @@ def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
     """The regions of a module.  Without ``min_bytes``, every weight may be streamed."""
     chosen = Options(**{"min_bytes": 0, **options})
     return make_cut(trace(model, {"x": x}, chosen.min_bytes), chosen.group_bytes)
+
+
+@contextmanager
+def fake_ranks() -> Iterator[None]:
+    """Two ranks, of which one is there, for tracing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def ulysses_cut(layers: int = 2) -> Cut:
+    """The regions of a model with collectives, on two ranks."""
+    with fake_ranks():
+        return cut_of(UlyssesStack(layers), torch.randn(4, 32))
 
 
 def plan_of(problem: Problem, **goal: Any) -> Plan:
@@ -182,9 +200,6 @@ class UlyssesBlock(nn.Module):
 
 def scatter_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[tokens/P, width] -> [heads/P, tokens, width/heads]."""
-    import torch.distributed as dist
-    import torch.distributed._functional_collectives as funcol
-
     ranks = dist.get_world_size()
     tokens, width = x.shape
     split = x.view(tokens, ranks, heads // ranks, width // heads).permute(1, 0, 2, 3).contiguous()
@@ -194,9 +209,6 @@ def scatter_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def gather_heads(x: torch.Tensor) -> torch.Tensor:
     """[heads/P, tokens, d] -> [tokens/P, heads, d]."""
-    import torch.distributed as dist
-    import torch.distributed._functional_collectives as funcol
-
     ranks = dist.get_world_size()
     heads, tokens, depth = x.shape
     split = x.transpose(0, 1).reshape(ranks, tokens // ranks, heads, depth).contiguous()

@@ -59,9 +59,10 @@ def wait_after_the_reader(program: Program, rng: random.Random) -> Program | Non
 
 
 def wait_for_another_weight(program: Program, rng: random.Random) -> Program | None:
-    node, other = _pick(program, rng, WAIT), _pick(program, rng, WAIT)
-    if node is None or other is None or node.args == other.args:
+    found = program.module.graph.find_nodes(op="call_function", target=WAIT)
+    if len(found) < 2:
         return None
+    node, other = rng.sample(list(found), 2)
     node.args = other.args
     return program
 

@@ -31,7 +31,7 @@ POOL = [
         *(_RNG.random() < 0.5 for _ in range(2)),
         seed,
     )
-    for seed in range(20)
+    for seed in range(16)
 ]
 
 # The models of a cycle, the order of the calls, whether calls of one model share its weights, and the plan's choices.

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Stack, twins
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
+from chunkflow_compile.releases import warn_if_untested
 
 
 def stack() -> Stack:
@@ -27,11 +28,6 @@ def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True,
     goal = {k: v for k, v in OPTIONS.items() if k != "slowdown" or "memory" not in options}
     compiled = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options={**goal, **options})
     return compiled(torch.randn(4, 8) if x is None else x)
-
-
-def stack_of(device: str) -> Stack:
-    with torch.device(device):
-        return Stack()
 
 
 def frozen(model: nn.Module) -> None:
@@ -96,7 +92,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (placed_inputs, r"placed for cpu, but argument 0 is on meta: move it to cpu"),
     (lambda model: torch.compile(model, backend="chunkflow", mode="fastest")(torch.randn(4, 8)), r"(?i)mode"),
     (twice(offload), r"offloaded already"),
-    (lambda _: offload(stack_of("meta")), r"meta device, without values"),
+    (lambda _: offload(Stack().to("meta")), r"meta device, without values"),
     (by_kind(memry=3), r"Unknown option 'memry'; did you mean 'memory'"),
     (by_kind(mode="reduce-overhead"), r"use mode 'max-autotune-no-cudagraphs'"),
     (by_kind(mode="fast"), r"Unknown mode 'fast'"),
@@ -134,14 +130,14 @@ def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
 
 def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    run(model, x, memory=40000)
+    run(model, x, memory=40000, lowering="eager")
     made = programs(model)[-1].plan
     file = tmp_path / "plan.json"
     file.write_text(made.to_json())
     torch._dynamo.reset()
     restore(model)
     offload(model, min_bytes=4096)
-    given = {"plan": str(file), "memory": None, "slowdown": None}
+    given = {"plan": str(file), "memory": None, "slowdown": None, "lowering": "eager"}
     torch.testing.assert_close(run(model, x, **given), twin(x))
     assert programs(model)[-1].plan == made
     other = Stack(3).eval()
@@ -180,9 +176,7 @@ def test_a_weight_that_forward_changes_stays(no_grad: None) -> None:
             self.blocks[0].up.weight.mul_(0.5)
             return super().forward(x)
 
-    torch.manual_seed(0)
-    model, twin = Changes(), Changes()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(Changes)
     compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     for _ in range(3):
         x = torch.randn(4, 8)
@@ -215,15 +209,16 @@ def test_a_process_group_that_is_an_input_is_refused() -> None:
         group_name(node)
 
 
-@pytest.mark.parametrize(("version", "warns"), [("2.10.0", 1), ("2.11.0+cu130", 0), ("2.15.0", 0), ("2.16.0a0", 1)])
-def test_an_untested_torch_is_a_warning(
-    version: str, warns: int, monkeypatch: pytest.MonkeyPatch, no_grad: None
-) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("default")
+def test_an_untested_torch_is_a_warning(monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    with pytest.warns(UserWarning, match="This is torch 2.10.0; ChunkFlow is tested on torch 2.11 to 2.15") as seen:
         for _ in range(2):
             torch._dynamo.reset()
             run(stack(), lowering="eager")
-    found = [str(w.message) for w in seen if "ChunkFlow is tested on torch 2.11 to 2.15" in str(w.message)]
-    assert len(found) == warns
+    assert len([w for w in seen if "is tested on" in str(w.message)]) == 1, "once"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tested in ("2.11.0+cu130", "2.15.0"):
+            warn_if_untested(tested)
+        with pytest.raises(UserWarning, match="is tested on"):
+            warn_if_untested("2.16.0a0")

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WITHIN, forking
-from helpers import Stack, UlyssesStack, check_steps
+from helpers import Stack, UlyssesStack, check_steps, twins
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
@@ -34,15 +34,16 @@ def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, Session]:
 
 
 THREADS = ("threads", "poison")
-LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((3, ()), (1, THREADS), (8, THREADS))]
+LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((8, ()), (1, THREADS), (8, THREADS))]
 
 
-@pytest.mark.parametrize(("call", "debug"), [(1, ()), (8, ()), (3, THREADS), *LONG])
+@pytest.mark.parametrize(("call", "debug"), [(1, ()), (3, THREADS), *LONG])
 def test_a_copy_that_fails(call: int, debug: tuple[str, ...], no_grad: None) -> None:
     model, twin = stack(), stack()
     run = compiled(model, debug=debug)
     run(torch.randn(4, 8))
     device = programs(model)[0].executor.device
+    assert device.name == ("threads" if debug else "cpu")
     device.copy_bytes = fail_at(device.copy_bytes, call, OSError("the link is down"))
     with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
         for _ in range(3):  # nothing waits for a copy for the next step before that step
@@ -113,14 +114,13 @@ def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, mo
 
 def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
     """As for any model, the file's weights are loaded and the missing ones are named."""
-    model, twin, _, _ = running
+    model, twin, run, _ = running
     torch.manual_seed(1)
     state = {n: v for n, v in Stack(4).state_dict().items() if not n.startswith("blocks.3")}
-    before = {n: v.clone() for n, v in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"Missing key.*blocks.3"):
         model.load_state_dict(state)
-    twin.load_state_dict({**before, **state})
-    assert_survives(model, twin)
+    twin.load_state_dict(state, strict=False)
+    check_steps(run, twin, 2)
 
 
 def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
@@ -178,11 +178,11 @@ def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.M
 
 
 def test_an_arena_cannot_be_pickled(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
-    model, twin, _, session = running
+    model, twin, run, session = running
     with pytest.raises(ChunkflowError, match="cannot be copied or pickled"):
         pickle.dumps(session.arena)
     pickle.dumps(model)
-    assert_survives(model, twin)
+    check_steps(run, twin, 1)
 
 
 def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -> None:
@@ -190,9 +190,7 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
     options = {**EAGER, "min_bytes": 1024, "debug": debug}
     timeout = timedelta(seconds=WITHIN if how == "killed" else 8)
     dist.init_process_group("gloo", init_method=f"file://{folder}/three", rank=rank, world_size=3, timeout=timeout)
-    torch.manual_seed(0)
-    model, twin = (UlyssesStack(2, 48, 6).eval() for _ in range(2))
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: UlyssesStack(2, 48, 6))
     with torch.no_grad():
         run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
         assert torch.equal(run(torch.ones(4, 48)), twin(torch.ones(4, 48)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -43,15 +44,17 @@ def imports(name: str, path: Path) -> Iterator[str]:
             yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("chunkflow_compile."))
 
 
-def edges() -> Iterator[tuple[str, str]]:
+@cache
+def edges() -> list[tuple[str, str]]:
     """(module, module that it imports); a name that is no module stands for the module that defines it."""
-    known = modules()
+    known, found = modules(), []
     for name, path in known.items():
         for target in imports(name, path):
             while target and target not in known:
                 target = target.rpartition(".")[0]
             if target:
-                yield name, target
+                found.append((name, target))
+    return found
 
 
 def room(module: str) -> str:
@@ -64,15 +67,13 @@ def test_every_module_belongs_to_a_room_that_is_stated() -> None:
 
 
 def test_imports_keep_to_the_stated_directions() -> None:
-    found = list(edges())
-    assert len(found) > 300, "imports are found"
-    wrong = [f"{a} imports {b}" for a, b in found if room(a) != room(b) and LEVEL[room(a)] <= LEVEL[room(b)]]
+    assert len(edges()) > 300, "imports are found"
+    wrong = [f"{a} imports {b}" for a, b in edges() if room(a) != room(b) and LEVEL[room(a)] <= LEVEL[room(b)]]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_is_in_a_cycle() -> None:
-    graph = nx.DiGraph(list(edges()))
-    assert list(nx.simple_cycles(graph)) == []
+    assert list(nx.simple_cycles(nx.DiGraph(edges()))) == []
 
 
 def test_every_room_says_what_it_is_in_at_most_six_lines() -> None:

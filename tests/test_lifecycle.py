@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HERE, OPTIONS, RESIDENT, WITHIN
-from helpers import Stack, twins
+from helpers import Stack, check_steps, twins
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
@@ -31,19 +31,14 @@ def stack(seed: int = 0) -> Stack:
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:
-    return torch.compile(
-        model,
-        backend="chunkflow",
-        fullgraph=True,
-        options={**(RESIDENT if options.get("policy") == "resident" else OPTIONS), **options},
-    )
+    goal = {**RESIDENT, "lowering": "eager"} if options.get("policy") == "resident" else OPTIONS
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**goal, **options})
 
 
 def assert_whole(model: nn.Module, seed: int) -> None:
-    twin, x = stack(seed), torch.randn(4, 8)
+    twin = stack(seed)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in twin.state_dict().items())
-    restore(model)
-    assert torch.equal(model(x), twin(x))
+    check_steps(restore(model), twin, 1)
 
 
 @pytest.mark.parametrize(("policy", "placed_first"), [("chunkflow", False), ("chunkflow", True), ("resident", False)])
@@ -59,22 +54,20 @@ def test_two_models_of_one_class_share_code_and_nothing_else(policy: str, placed
     runs = [compiled(model, policy=policy) for model in models]
     for _ in range(3):
         for seed, run in enumerate(runs):
-            x = torch.randn(4, 8)
-            torch.testing.assert_close(run(x), stack(seed)(x))
+            check_steps(run, stack(seed), 1)
     sessions = [programs(model) for model in models]
     assert [len(s) for s in sessions] == [1, 1] and sessions[0] != sessions[1]
     assert all(len(s[0].measurements) == 3 for s in sessions)
     restore(models[0])
-    x = torch.randn(4, 8)
-    torch.testing.assert_close(runs[1](x), stack(1)(x))
+    check_steps(runs[1], stack(1), 1)
     for seed, model in enumerate(models):
         assert_whole(model, seed)
 
 
 def test_a_model_made_after_another_was_dropped_runs_on_its_own_weights(no_grad: None) -> None:
     for seed in range(3):
-        model, x = stack(seed), torch.randn(4, 8)
-        torch.testing.assert_close(compiled(model)(x), stack(seed)(x))
+        model = stack(seed)
+        check_steps(compiled(model), stack(seed), 1)
         if seed == 1:
             restore(model)
         del model
@@ -101,22 +94,16 @@ def test_dropping_a_model_frees_its_weights_and_its_thread(no_grad: None) -> Non
 
 def test_a_part_placed_first_and_then_the_whole(no_grad: None) -> None:
     model, twin = stack(), stack()
-    part, x = compiled(model.blocks[0]), torch.randn(4, 32)
-    torch.testing.assert_close(part(x), twin.blocks[0](x))
-    whole, x = compiled(model), torch.randn(4, 8)
-    torch.testing.assert_close(whole(x), twin(x))
+    check_steps(compiled(model.blocks[0]), twin.blocks[0], 1, (4, 32))
+    check_steps(compiled(model), twin, 1)
     assert {w.name for w in programs(model)[-1].plan.streamed} >= {"blocks.1.up.weight", "blocks.1.down.weight"}
     assert len(programs(model)[-1].plan.streamed) == 4
     assert_whole(model, 0)
 
 
 def test_a_function_over_two_models(no_grad: None) -> None:
-    class Wide(Stack):
-        def __init__(self) -> None:
-            super().__init__(layers=1, width=64)
-
     torch.manual_seed(0)
-    a, b = Wide().eval(), Wide().eval()
+    a, b = (Stack(1, 64).eval() for _ in range(2))
     expected = {id(m): {n: v.clone() for n, v in m.state_dict().items()} for m in (a, b)}
     x = torch.randn(4, 8)
     result = b(a(x))
@@ -147,23 +134,21 @@ def test_a_weight_is_offloaded_once_whatever_it_is_a_part_of() -> None:
 
 
 def test_new_values_of_a_resident_parameter_are_seen(no_grad: None) -> None:
-    model, x = stack(), torch.randn(4, 8)
+    model, twin = stack(), stack()
     run = compiled(model)
-    run(x)
-    model.head.bias.data = torch.ones(8)
-    twin = stack()
-    twin.head.bias.data = torch.ones(8)
-    torch.testing.assert_close(run(x), twin(x))
+    run(torch.randn(4, 8))
+    for changed in (model, twin):
+        changed.head.bias.data = torch.ones(8)
+    check_steps(run, twin, 1)
 
 
 def test_weights_made_in_inference_mode_are_streamed_and_reloaded() -> None:
     with torch.inference_mode():
-        model, x = stack(), torch.randn(4, 8)
+        model = stack()
         run = compiled(model)
         for seed in (0, 1, 2):
             model.load_state_dict(stack(seed).state_dict())
-            for _ in range(2):
-                torch.testing.assert_close(run(x), stack(seed)(x))
+            check_steps(run, stack(seed), 2)
 
 
 def test_mixed_dtypes_become_one(no_grad: None) -> None:
@@ -219,7 +204,7 @@ else:
     sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 
 options = {**OPTIONS, "lowering": "eager", "debug": %s}
-run = torch.compile(Stack(8).eval(), backend="chunkflow", fullgraph=True, options=options)
+run = torch.compile(Stack(4).eval(), backend="chunkflow", fullgraph=True, options=options)
 for _ in range(2):
     run(torch.randn(4, 8))
 print("over", flush=True)

@@ -15,77 +15,63 @@ from chunkflow_compile.frontend.source_tree import ENTRY_POINTS
 
 ROOT = Path(__file__).parent.parent
 
-IN_THE_NEW_ENVIRONMENT = """
-import sys, torch
-assert "chunkflow" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
-assert "chunkflow_compile" not in sys.modules, "the backend is found by its entry point, not by an import"
-import chunkflow_compile, chunkflow_compile.passes.program.verify, importlib.util
-assert "torch" in sys.modules and "diffusers" not in sys.modules
-assert importlib.util.find_spec("passes") is None, "the top-level name belongs to the user"
+STREAMS = """
+import chunkflow_compile
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
 x = torch.randn(2, 64)
-OPTIONS = {'min_bytes': 4096, 'group_bytes': 1, 'slowdown': 1000.0, 'lowering': 'eager'}
+options = {'min_bytes': 4096, 'group_bytes': 1, 'slowdown': 1000.0, 'lowering': 'eager'}
 with torch.no_grad():
     expected = model(x)
-    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
-    torch.testing.assert_close(run(x), expected)
-(runner,) = chunkflow_compile.programs(model)
-assert runner.measurements[0].moved_bytes == 3 * 64 * 64 * 4
-print(chunkflow_compile.passes.program.verify.__file__)
-"""
-
-
-def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("chunkflow_compile-*.whl")
-    environment = tmp_path / "env"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    python = environment / "bin" / "python"
-    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # by which pip would find it installed
-    pip = [sys.executable, "-m", "pip", "--python", python]
-    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, env=clean, check=True)
-    # A .pth file with the path of this environment brings torch and the other dependencies, but not the editable install.
-    site = next((environment / "lib").glob("python*")) / "site-packages"
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    done = subprocess.run(
-        [python, "-c", IN_THE_NEW_ENVIRONMENT], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(site)
-    # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
-    code = "import chunkflow_compile.passes.plan as p; print(p.__file__)"
-    done = subprocess.run([python, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).resolve() == ROOT / "passes" / "plan.py"
-
-
-IN_A_SOURCE_TREE = """
-import sys, {first}
-import torch, chunkflow_compile
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
-x = torch.randn(2, 64)
-with torch.no_grad():
-    expected = model(x)
-    options = {{'min_bytes': 4096, 'group_bytes': 1, 'slowdown': 1000.0, 'lowering': 'eager'}}
     torch.testing.assert_close(torch.compile(model, backend="chunkflow", options=options)(x), expected)
 (runner,) = chunkflow_compile.programs(model)
 assert runner.measurements[0].moved_bytes == 3 * 64 * 64 * 4
-print(chunkflow_compile.__file__)
 """
 
+OF_THE_WHEEL = f"""
+import sys, torch
+assert "chunkflow" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
+assert "chunkflow_compile" not in sys.modules, "the backend is found by its entry point, not by an import"
+import chunkflow_compile.passes.program.verify, importlib.util
+assert "torch" in sys.modules and "diffusers" not in sys.modules
+assert importlib.util.find_spec("passes") is None, "the top-level name belongs to the user"
+{STREAMS}
+print(chunkflow_compile.passes.program.verify.__file__)
+"""
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+OF_A_SOURCE_TREE = f"import FIRST\nimport torch\n{STREAMS}\nprint(chunkflow_compile.__file__)"
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
     """The Python of an environment that holds all that this one does, except the package."""
-    environment = tmp_path_factory.mktemp("bare")
+    environment = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     site = next((environment / "lib").glob("python*")) / "site-packages"
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "chunkflow" not in path.name and not (site / path.name).exists():
             (site / path.name).symlink_to(path)
     return environment / "bin" / "python"
+
+
+def run(python: Path, code: str, folder: Path, **environment: str) -> Path:
+    """Runs code in a folder; returns the path that it prints."""
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    done = subprocess.run([python, "-c", code], cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def test_the_wheel_brings_the_backend_and_the_passes(bare: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("chunkflow_compile-*.whl")
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # by which pip would find it installed
+    pip = [sys.executable, "-m", "pip", "--python", str(bare)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], env=clean, check=True)
+    assert run(bare, OF_THE_WHEEL, tmp_path).is_relative_to(bare.parent.parent)
+    # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
+    found = run(bare, "import chunkflow_compile.passes.plan as p; print(p.__file__)", ROOT)
+    assert found.resolve() == ROOT / "passes" / "plan.py"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +83,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_source_tree_brings_the_backend(bare: Path, tmp_path: Path, first: str) -> None:
     """Imported before torch has looked for backends, and after that."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = IN_A_SOURCE_TREE.format(first=first)
-    done = subprocess.run([bare, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(ROOT / "chunkflow_compile" / "__init__.py")
+    found = run(bare, OF_A_SOURCE_TREE.replace("FIRST", first), tmp_path, PYTHONPATH=str(ROOT))
+    assert found == ROOT / "chunkflow_compile" / "__init__.py"
 
 
 def test_the_entry_point_of_a_source_tree_is_that_of_the_wheel() -> None:
@@ -109,9 +92,3 @@ def test_the_entry_point_of_a_source_tree_is_that_of_the_wheel() -> None:
     here.read_string(ENTRY_POINTS)
     (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "backend:" in line)
     assert line == 'chunkflow = "' + here["torch_dynamo_backends"]["chunkflow"] + '"'
-
-
-def test_importing_the_package_is_light() -> None:
-    code = "import sys, chunkflow_compile; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Stack, check_steps
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, explain, offload, programs, replan, restore
@@ -21,7 +21,6 @@ from chunkflow_compile.runtime.measurement import SCHEMA, Measured
 
 EAGER = {**OPTIONS, "lowering": "eager"}
 SMALL = {"memory": 50000, "slowdown": None}
-LAYERWISE = {**EAGER, "policy": "layerwise", "slowdown": None}
 
 
 def stack(seed: int = 0) -> Stack:
@@ -35,33 +34,31 @@ def compiled(model: nn.Module, **options: Any) -> nn.Module:
 
 def check(run: nn.Module, twin: nn.Module, steps: int = 3) -> None:
     """Equal to the twin, and every byte of the plan copied."""
-    for _ in range(steps):
-        x = torch.randn(4, 8)
-        assert torch.equal(run(x), twin(x))
+    check_steps(run, twin, steps)
     session = programs(run)[-1]
     assert session.measurements[-1].moved_bytes == session.plan.moved_bytes
 
 
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
-def test_a_running_model_is_given_other_goals(debug: tuple[str, ...], no_grad: None) -> None:
+def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
     model, twin = stack(), stack()
-    run = compiled(model, debug=debug)
+    run = compiled(model, debug=("threads", "poison"))
     check(run, twin)
     (first,) = programs(model)
-    goals: list[dict[str, Any]] = [
-        {"policy": "resident"},
-        {"memory": 60000},
-        {"memory": "50 KB", "as_measured": True},
-        {"policy": "layerwise"},
-        {"slowdown": 1.5},
+    goals: list[tuple[dict[str, Any], str]] = [
+        ({"policy": "resident"}, "resident"),
+        ({"memory": 60000}, "chunkflow"),
+        ({"memory": "50 KB", "as_measured": True}, "chunkflow"),
+        ({"policy": "layerwise"}, "layerwise"),
+        ({"as_measured": True}, "layerwise"),
+        ({"slowdown": 1.5}, "chunkflow"),
     ]
     seen, measured = [], False
-    for goal in goals:
+    for goal, policy in goals:
         assert replan(run, **goal) is run
         check(run, twin)
         (session,) = programs(model)
         assert session.code.regions is first.code.regions, "nothing was lowered again"
-        assert session.plan.policy == goal.get("policy", "chunkflow")
+        assert session.plan.policy == policy
         assert session.plan.device_bytes <= {60000: 60000, "50 KB": 50000}.get(goal.get("memory", ""), 10**9)
         measured |= goal.get("as_measured", False)  # and later plans keep it
         assert ("as measured" in session.plan.hardware) == measured
@@ -135,16 +132,6 @@ def test_every_resolution_keeps_its_new_plan_whatever_the_arena_does(no_grad: No
     assert len({p.plan.placement for p in programs(model)}) == 1
 
 
-def test_a_goal_is_kept_where_none_is_given(no_grad: None) -> None:
-    model, twin = stack(), stack()
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=LAYERWISE)
-    check(run, twin)
-    replan(run, as_measured=True)
-    check(run, twin)
-    (session,) = programs(model)
-    assert session.plan.hardware.endswith("as measured") and session.plan.policy == "layerwise"
-
-
 def test_a_goal_that_has_not_run_yet_is_kept_where_none_is_given(no_grad: None) -> None:
     model, twin = stack(), stack()
     run = compiled(model)
@@ -156,19 +143,13 @@ def test_a_goal_that_has_not_run_yet_is_kept_where_none_is_given(no_grad: None) 
     assert session.code.settings.memory == 30000 >= session.plan.device_bytes
 
 
-def wrong(tmp_path: Path) -> str:
-    """A profile on which a copy takes a hundred times as long as all compute: every weight stays resident."""
+def test_after_two_steps_the_plan_is_made_from_what_they_took(tmp_path: Path, no_grad: None) -> None:
+    """With a profile on which a copy takes a hundred times as long as all compute: every weight stays resident."""
     machine = replace(load_profile(OPTIONS["hardware"]), launch_s=1e-5, h2d_bandwidth=1e6, name="wrong")
     (tmp_path / "wrong.json").write_text(machine.to_json())
-    return str(tmp_path / "wrong.json")
-
-
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
-def test_after_two_steps_the_plan_is_made_from_what_they_took(
-    debug: tuple[str, ...], tmp_path: Path, no_grad: None
-) -> None:
     model, twin = stack(), stack()
-    run = compiled(model, debug=debug, slowdown=50.0, hardware=wrong(tmp_path), replan_after=2, dump=tmp_path / "dump")
+    told = {"slowdown": 50.0, "hardware": str(tmp_path / "wrong.json"), "replan_after": 2, "dump": tmp_path / "dump"}
+    run = compiled(model, **told)
     for step in range(3):  # the first step pays for first touches and does not count
         check(run, twin, 1)
         assert programs(model)[-1].plan.hardware == "wrong", step

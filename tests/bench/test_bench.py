@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from clocks import OwnClock
-from conftest import HERE, WITHIN
-from helpers import WIDE, UlyssesStack
+from conftest import HERE
+from helpers import WIDE, UlyssesStack, check_steps, twins
 from problems import CHUNK, MACHINE, blocks_problem
 from torch import nn
 
@@ -38,14 +37,12 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.bench.turns import Share, seen_slowdown
-from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.host_flag import HostFlag
 
 OWN = """
 import torch
@@ -55,13 +52,6 @@ def build():
     return UlyssesStack(5, width=512, heads=4).eval(), {"x": torch.randn(64, 512)}
 """
 ARMS = ["resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "layerwise-prefix@20%", "replanned"]
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_slowdown_by_copies_is_measured_on_all_arms() -> None:
@@ -113,33 +103,6 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(arms[n]["step_s"] > 0.2 for n in ("layerwise", "layerwise-barrier", "host-yield"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["contention", "--arms", "resident,fast"], "there is no arm 'fast'. Use resident, layerwise"),
-        (["contention", "--arms", "layerwise-prefix"], "there is no arm 'layerwise-prefix'"),
-        (["contention", "--arms", "resident@40%"], "there is no arm 'resident@40%'"),
-        (["contention", "--arms", "chunkflow@x"], "'x' is not a share of the blocks; write chunkflow@40%"),
-        (["contention", "--arms", "resident,resident"], "--arms resident,resident names an arm twice"),
-        (["compute-bound"], "There is no regime 'compute-bound': give one of compute-rich, contention"),
-        (["own.py:build"], "A model of your own needs a link: give --load 0.7"),
-        (["contention", "--load", "0"], "--load must be above 0 and at most 10"),
-        (["contention", "--steps", "0"], "--steps and --ranks must be at least 1"),
-        (["contention", "--arms", "inductor"], "--arms inductor: measured on a GPU only, with --device cuda"),
-        (["contention", "--frames", "9"], "--frames is a size of a preset; contention has its own"),
-        (["flux.1-dev"], "Presets, --transport loopback and --hardware need --device cuda"),
-        (["contention", "--bandwidth", "fast"], "--bandwidth='fast' is not a size"),
-        (["contention", "--bandwidth", "1"], "link_emulation.bandwidth=1.0 is outside"),
-        (["contention", "--picture", "/nowhere/p.png"], "cannot be written to /nowhere/p.png"),
-    ],
-)
-def test_bad_use_is_an_error_before_anything_runs(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_shares_of_blocks() -> None:
     resident, forty = parse_arms(["resident", "chunkflow@40%"])
     assert (resident.policy, resident.residency) == ("resident", None)
@@ -189,11 +152,9 @@ def test_a_load_that_no_link_has() -> None:
         LinkLoad(share, 1.0).bandwidth(found)
 
 
-def test_a_paced_region_has_its_duration(one_rank: None, no_grad: None) -> None:
+def test_a_paced_region_has_its_duration(one_rank: None) -> None:
     """Whatever else slows it; one that ends late is made up for by the next."""
-    torch.manual_seed(0)
-    model, twin = UlyssesStack(2, width=64).eval(), UlyssesStack(2, width=64).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: UlyssesStack(2, width=64))
     options: dict[str, Any] = {"chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager"}
     clock = OwnClock()
     options["arena"] = Arena(make=lambda *_: CpuDevice(clock=clock.host))
@@ -205,9 +166,7 @@ def test_a_paced_region_has_its_duration(one_rank: None, no_grad: None) -> None:
     slow, delays = session.code.regions, iter([0.015] + [0.0] * 10 * regions)
     late = {name: lambda *args, r=region: (clock.sleep(next(delays)), r(*args))[1] for name, region in slow.items()}
     session.current.code = paced(replace(session.code, regions=late), [0.005] * regions, 2, clock.host)
-    for _ in range(3):
-        x = torch.randn(16, 64)
-        assert torch.equal(run(x), twin(x))
+    check_steps(run, twin, 3, (16, 64))
     for step in programs(model)[0].measurements[-3:]:
         assert sum(step.windows.compute_s) == pytest.approx(0.01 * regions)
     assert programs(model)[0].measurements[-3].windows.compute_s[:2].tolist() == pytest.approx([0.015, 0.005])
@@ -217,7 +176,6 @@ def test_a_pace_makes_the_compute_that_a_load_counts() -> None:
     found = blocks_problem(4)
     assert LinkLoad(0.7, 1.0, 1.5).bandwidth(found) == LinkLoad(0.7, 1.5).bandwidth(found)
     assert "from 1000 ms of measured compute, held to 1.5 times that" in str(LinkLoad(0.7, 1.0, 1.5))
-    assert main(["bench", "contention", "--pace", "0.5"]) == 2
 
 
 def test_the_link_keeps_to_its_figures() -> None:
@@ -233,30 +191,13 @@ def test_ranks_behind_one_port_have_their_share_of_it() -> None:
     assert on_emulated_link(load_profile("cpu"), LinkEmulation(bandwidth=1e8), 2).copy_rate == 1e8
 
 
-def test_the_flag_holds_copies_while_it_is_set() -> None:
-    flag, passed = HostFlag(), threading.Event()
-    flag.set()
-    thread = threading.Thread(target=lambda: (flag.hold(), passed.set()))
-    thread.start()
-    assert not passed.wait(0.05)
-    flag.clear()
-    thread.join(WITHIN)
-    assert passed.is_set()
-
-
 @pytest.mark.parametrize("debug", [(), ("threads",)])
-def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
-    debug: tuple[str, ...], one_rank: None, no_grad: None
-) -> None:
+def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(debug: tuple[str, ...], one_rank: None) -> None:
     """Copies that start during a collective: none if the host waits for it, many if the host has run ahead."""
-    torch.manual_seed(0)
-    model = UlyssesStack(4, width=64).eval()
+    model, twin = twins(lambda: UlyssesStack(4, width=64))
     options = {"policy": "host-yield", "chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager", "debug": debug}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    x = torch.randn(16, 64)
-    want = UlyssesStack(4, width=64).eval()
-    want.load_state_dict(model.state_dict())
-    run(x)
+    run(torch.randn(16, 64))
     executor = programs(model)[0].executor
     inside, started, copy = threading.Event(), [], executor.device.copy_bytes
     plain = executor.traffic.collective
@@ -275,9 +216,7 @@ def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
 
     executor.traffic.collective = collective
     executor.device.copy_bytes = slow
-    for _ in range(3):
-        x = torch.randn(16, 64)
-        assert torch.equal(run(x), want(x))
+    check_steps(run, twin, 3, (16, 64))
     assert len(started) > 100
     share = sum(started) / len(started)  # a chunk may be under way when a collective begins
     assert share > 0.3 if debug else share < 0.15

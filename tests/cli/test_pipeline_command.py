@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from chunkflow_compile.cli import pipeline
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.models.eager_cost import eager_cost
 from chunkflow_compile.models.presets import OutputSizes, Preset
 from chunkflow_compile.models.published import PUBLISHED, Encoder, Published
 from chunkflow_compile.models.small import SMALL_MODELS, Size
+from chunkflow_compile.simulate.generation import Component
 
 pytest.importorskip("transformers")
 
@@ -65,9 +67,22 @@ def _small() -> Published:
     )
 
 
+COMPONENTS = dict[tuple[str, int], list[Component]]()
+components_of = pipeline._components
+
+
+def traced_once(found: Published, sizes: OutputSizes, steps: int, *rest: Any) -> list[Component]:
+    """The components of a pipeline; those of the same sizes are the same."""
+    key = f"{found.name} {sizes}", steps
+    if key not in COMPONENTS:
+        COMPONENTS[key] = list(components_of(found, sizes, steps, *rest))
+    return COMPONENTS[key]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PUBLISHED, "small", _small())  # type: ignore[arg-type]
+    monkeypatch.setattr(pipeline, "_components", traced_once)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HERE, OPTIONS
+from conftest import HERE, OPTIONS, WRAPS
 from helpers import Stack
 
-from chunkflow_compile import ChunkflowError, cycles, metrics, offload, programs, replan, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile import ChunkflowError, cycles, explain, metrics, offload, programs, replan, restore, spans
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
 
 prometheus_client = pytest.importorskip("prometheus_client")
 EAGER = {**OPTIONS, "lowering": "eager"}
 DOCS = HERE.parent / "docs"
-SIZE = Size(layers=2)
 
 pytestmark = pytest.mark.usefixtures("no_grad", "quiet")
 Values = dict[tuple[str, str], float]
@@ -65,15 +63,13 @@ def placed_stack(**options: Any) -> Any:
 
 
 def test_a_scrape_says_what_was_measured(registry: Any, scrape: Callable[[], Values]) -> None:
-    model = small_model("wan", SIZE)
-    offload(model, min_bytes=OPTIONS["min_bytes"])
-    model.compile(backend="chunkflow", fullgraph=True, options=EAGER)
+    model = placed_stack(hardware=WRAPS)
     metrics(model, registry=registry)
-    for i in range(3):
-        model(**small_inputs("wan", SIZE, i))
+    for _ in range(3):
+        model(torch.randn(4, 8))
     (program,) = programs(model)
     took = program.measurements
-    found = {name: value for (name, label), value in scrape().items() if label == type(model).__name__}
+    found = {name: value for (name, label), value in scrape().items() if label == "Stack"}
     assert found["chunkflow_calls_total"] == found["chunkflow_call_seconds_count"] == 3
     assert found["chunkflow_call_seconds_sum"] == pytest.approx(sum(m.step_s for m in took))
     assert found["chunkflow_call_predicted_seconds_total"] == pytest.approx(3 * program.plan.predicted.step_s)
@@ -171,8 +167,8 @@ def test_a_scrape_does_not_wait_for_a_call(registry: Any) -> None:
     beside = threading.Thread(target=scrapes)
     beside.start()
     try:
-        for i in range(30):
-            if i % 10 == 0:
+        for i in range(12):
+            if i % 4 == 0:
                 restore(model)
             assert torch.equal(model(x), twin(x))
     finally:
@@ -199,8 +195,6 @@ def test_models_that_are_gone_vanish(registry: Any, scrape: Callable[[], Values]
 def test_a_pipeline_by_component(registry: Any, scrape: Callable[[], Values], applied: Callable[..., Any]) -> None:
     from small_pipelines import SMALL_PIPELINES
 
-    from chunkflow_compile import explain
-
     pipe, budget = applied("wan")
     metrics(pipe, registry=registry)
     SMALL_PIPELINES["wan"].generate(pipe)
@@ -218,22 +212,17 @@ def test_a_pipeline_by_component(registry: Any, scrape: Callable[[], Values], ap
     assert found["chunkflow_calls_total", "transformer"] > before["chunkflow_calls_total", "transformer"]
 
 
-def names() -> set[str]:
-    """Of all samples, as the registry exposes them; a summary has two."""
-    registry = prometheus_client.CollectorRegistry()
-    found = set()
+def test_the_dashboard_and_the_page_name_what_is_scraped(registry: Any) -> None:
+    """By the names of the samples, as the registry exposes them; a summary has two."""
+    names = set()
     for family in metrics(registry=registry).describe():
         ends = {"counter": ("_total",), "summary": ("_sum", "_count")}.get(family.type, ("",))
-        found |= {family.name + end for end in ends}
-    return found
-
-
-def test_the_dashboard_and_the_page_name_what_is_scraped() -> None:
+        names |= {family.name + end for end in ends}
     dashboard = (DOCS / "grafana.json").read_text()
     assert json.loads(dashboard)["panels"]
-    assert set(re.findall(r"chunkflow_\w+", dashboard)) <= names()
+    assert set(re.findall(r"chunkflow_\w+", dashboard)) <= names
     rows = re.findall(r"^\| `(chunkflow_\w+)`(?:, `(chunkflow_\w+)`)? \|", (DOCS / "metrics.md").read_text(), re.M)
-    assert {name for row in rows for name in row if name} == names()
+    assert {name for row in rows for name in row if name} == names
 
 
 def test_errors(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +232,11 @@ def test_errors(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ChunkflowError, match="takes a diffusers pipeline"):
         metrics(3, registry=registry)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ChunkflowError, match=r"pip install 'chunkflow-compile\[metrics\]'"):
         metrics()
+    with pytest.raises(ChunkflowError, match=r"pip install 'chunkflow-compile\[metrics\]'"), spans(Stack()):
+        pass
 
 
 def test_spans_of_a_request() -> None:
@@ -252,8 +244,6 @@ def test_spans_of_a_request() -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    from chunkflow_compile import spans
 
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -282,14 +272,3 @@ def test_spans_of_a_request() -> None:
             "chunkflow.collective_s": took.collective_s,
             "chunkflow.moved_bytes": took.moved_bytes + took.primed_bytes,
         }
-
-
-def test_spans_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkflow_compile import spans
-
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with (
-        pytest.raises(ChunkflowError, match=r"pip install 'chunkflow-compile\[metrics\]'"),
-        spans(Stack()),
-    ):
-        pass

@@ -58,13 +58,12 @@ def test_lanes_show_what_the_plan_predicts(made: tuple[Problem, Plan]) -> None:
     assert sum(b.end - b.start for b in lanes.lane("collective")) == pytest.approx(predicted.collective_s, abs=INSTANT)
     assert sum(s.end - s.start for s in lanes.stalls) == pytest.approx(predicted.exposed_s, abs=INSTANT)
     assert set(lanes.blocks) == {r.block for r in found.regions}
+    check_slots(lanes, plan)
+    check_trace(json.loads(trace_events(lanes, "title")), lanes)
 
 
-@settings(max_examples=150)
-@given(plans())
-def test_no_two_weights_share_bytes_of_the_arena_at_a_time(made: tuple[Problem, Plan]) -> None:
-    _, plan = made
-    lanes = lanes_of(plan)
+def check_slots(lanes: Lanes, plan: Plan) -> None:
+    """No two weights share bytes of the arena at a time."""
     boxes = [(s, a, b) for s in lanes.slots for a, b in around(s.start, s.end, lanes.step_s)]
     for i, (one, a, b) in enumerate(boxes):
         for other, c, d in boxes[i + 1 :]:
@@ -75,14 +74,6 @@ def test_no_two_weights_share_bytes_of_the_arena_at_a_time(made: tuple[Problem, 
     assert min(levels) >= 0
     held = [sum(s.stop - s.begin for s, a, b in boxes if a <= t < b - INSTANT) for t, _ in lanes.occupancy()]
     assert max(held, default=0) <= plan.arena_bytes
-
-
-@settings(max_examples=100)
-@given(plans())
-def test_trace_events_are_nested_and_in_time(made: tuple[Problem, Plan]) -> None:
-    _, plan = made
-    lanes = lanes_of(plan)
-    check_trace(json.loads(trace_events(lanes, "title")), lanes)
 
 
 def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
@@ -157,17 +148,16 @@ def test_the_command_draws_models_and_plans_alike(tmp_path: Path, capsys: pytest
     sizes = ("--ulysses", "2", "--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", "2")
     plan = tmp_path / "plan.json"
     assert main(["plan", MODEL, *sizes, "--json", str(plan)]) == 0
-    for source, extra in ((MODEL, sizes), (str(plan), ())):
-        for ending in ("png", "svg", "json"):
-            out = tmp_path / f"{len(extra)}.{ending}"
-            assert main(["timeline", source, *extra, "--out", str(out)]) == 0
+    picture, drawing, of_plan, of_model = (tmp_path / name for name in ("a.png", "a.svg", "a.json", "b.json"))
+    for out in (picture, drawing, of_plan):
+        assert main(["timeline", str(plan), "--out", str(out)]) == 0
+    assert main(["timeline", MODEL, *sizes, "--out", str(of_model)]) == 0
     assert "one call" in capsys.readouterr().out
-    assert (tmp_path / "0.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "0.png").stat().st_size > 20_000
-    first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (0, len(sizes)))
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+    first, second = (json.loads(path.read_text()) for path in (of_plan, of_model))
     assert first["traceEvents"][1:] == second["traceEvents"][1:]
     check_trace(first, lanes_of(Plan.from_json(plan.read_text())))
-    shown = texts(tmp_path / "0.svg")
-    assert {"qkv", "out", "all-to-all"} <= set(shown)
+    assert {"qkv", "out", "all-to-all"} <= set(texts(drawing))
 
 
 def test_a_cycle_is_drawn_and_a_weight_of_it_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.ops import PREFETCH, WAIT
-from chunkflow_compile.passes.program.cycle import Cycle
-from chunkflow_compile.passes.program.verify import check, verify
+from chunkflow_compile.passes.program.arrivals import arrivals, arrivals_at
+from chunkflow_compile.passes.program.cycle import Cycle, rewritten
+from chunkflow_compile.passes.program.verify import check, verify, verify_call
 
 # Calls in a run: two passes over the longest cycle, and a jump or two.
 CALLS = 9
@@ -34,13 +35,14 @@ def test_random_cycles_give_the_models_numbers_on_every_schedule(
 ) -> None:
     count: Counter[str] = Counter()
 
-    wanted = 98 if part else 16
+    wanted = 98 if part else 10
 
     @examples(100 + part, wanted)
     @given(cycles, st.sampled_from([0.0, 0.2, 0.5]))
     def check_all(drawn: Drawn, jumps: float) -> None:
         found = CycleBench(drawn)
         verify(found.cycle)
+        check_marks(found)
         runs = matches(found, found.turns(jumps, CALLS), found.chosen.seed)
         count.update(cycles=1, runs=runs, moved=found.cycle.plan.moved_bytes * runs)
 
@@ -49,22 +51,64 @@ def test_random_cycles_give_the_models_numbers_on_every_schedule(
     record_property("counts", f"{count['cycles']} cycles, part {part}: {count['runs']} runs, 0 mismatches")
 
 
-def _in_a_call(mutation: Mutation) -> Callable[[Cycle, random.Random], Cycle | None]:
-    """A mutation of a program, in a call of a cycle."""
+def check_marks(found: CycleBench) -> None:
+    """The marks of a program that comes into a call's place are those of the whole cycle."""
+    cycle, marks = found.cycle, arrivals(found.cycle)
+    for number in range(len(cycle.calls)):
+        program = rewritten(cycle, number, found.calls[number])
+        quick, whole = arrivals_at(cycle, marks, number, program), arrivals(cycle.at(number, program))
+        assert whole.marked.items() <= dict(quick.marked).items()
+        nodes = set(program.module.graph.nodes)
+        assert quick.awaited == {node: mark for node, mark in whole.awaited.items() if node in nodes}
 
-    def mutate(cycle: Cycle, rng: random.Random) -> Cycle | None:
+
+class Judge:
+    """Asserts of mutated cycles that verify refuses what a schedule shows to be wrong; counts them."""
+
+    def __init__(self) -> None:
+        self.count = Counter[str]()
+
+    def refuses(self, found: CycleBench, cycle: Cycle) -> bool:
+        refused = bool(list(check(cycle)))
+        broken = found.running(cycle)
+        wrong = goes_wrong(broken, broken.turns(0.4, CALLS), found.chosen.seed)
+        assert refused or not wrong
+        self.count.update(tried=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
+        return refused
+
+    def summary(self, name: str) -> str:
+        assert self.count["tried"] >= 3 and self.count["rejected"] > 0
+        return f"{name}: " + ", ".join(f"{number} {what}" for what, number in self.count.items())
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_what_verify_accepts_of_a_call_in_a_cycle_is_right(
+    mutation: Mutation, record_property: Callable[[str, object], None]
+) -> None:
+    """And what it refuses of the cycle, verify_call refuses of the program alone, which would come into the call's place."""
+    judge = Judge()
+
+    @examples(7, 12)
+    @given(cycles, st.integers(0, 2**16))
+    def check_all(drawn: Drawn, seed: int) -> None:
+        found, rng = CycleBench(drawn), random.Random(seed)
+        cycle, marks = found.cycle, arrivals(found.cycle)
         number = rng.randrange(len(cycle.calls))
+        whole = rewritten(cycle, number, found.calls[number])
+        verify_call(cycle, number, whole, marks, arrivals_at(cycle, marks, number, whole))
         try:
-            program = mutation(cycle.calls[number], rng)
+            program = mutation(whole, rng)
         except (KeyError, StopIteration):  # it moves a weight that another call reads
-            return None
+            return
         if program is None:
-            return None
+            return
         mutated = cycle.at(number, program)
-        return mutated if program.plan is cycle.plan else _with_plan(mutated, program.plan)
+        if judge.refuses(found, mutated if program.plan is cycle.plan else _with_plan(mutated, program.plan)):
+            with pytest.raises(FindingError):
+                verify_call(cycle, number, program, marks, arrivals_at(cycle, marks, number, program))
 
-    mutate.__name__ = mutation.__name__
-    return mutate
+    check_all()
+    record_property("counts", judge.summary(mutation.__name__))
 
 
 def prefetch_in_another_call(cycle: Cycle, rng: random.Random) -> Cycle | None:
@@ -103,35 +147,21 @@ def _with_plan(cycle: Cycle, plan: object) -> Cycle:
     return replace(cycle, plan=plan, calls=tuple(replace(c, plan=plan) for c in cycle.calls))
 
 
-OF_BORDERS = (prefetch_in_another_call, forget_a_later_call, take_a_border_for_another)
-
-
-@pytest.mark.parametrize("mutation", [*map(_in_a_call, MUTATIONS), *OF_BORDERS], ids=lambda m: m.__name__)
-def test_what_verify_accepts_of_a_cycle_is_right(
+@pytest.mark.parametrize("mutation", [prefetch_in_another_call, forget_a_later_call, take_a_border_for_another])
+def test_what_verify_accepts_of_the_borders_of_a_cycle_is_right(
     mutation: Callable[[Cycle, random.Random], Cycle | None], record_property: Callable[[str, object], None]
 ) -> None:
-    count: Counter[str] = Counter()
+    judge = Judge()
 
-    @examples(7, 14)
+    @examples(7, 12)
     @given(cycles, st.integers(0, 2**16))
     def check_all(drawn: Drawn, seed: int) -> None:
         found = CycleBench(drawn)
-        cycle = mutation(found.cycle, random.Random(seed))
-        if cycle is None:
-            return
-        refused = bool(list(check(cycle)))
-        broken = found.running(cycle)
-        wrong = goes_wrong(broken, broken.turns(0.4, CALLS), found.chosen.seed)
-        assert refused or not wrong
-        count.update(tried=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
+        if (cycle := mutation(found.cycle, random.Random(seed))) is not None:
+            judge.refuses(found, cycle)
 
     check_all()
-    assert count["tried"] >= 3 and count["rejected"] > 0
-    record_property(
-        "counts",
-        f"{mutation.__name__}: {count['tried']} cycles, {count['rejected']} rejected, on a schedule {count['shown']} with "
-        f"wrong numbers, {count['failed']} with an error",
-    )
+    record_property("counts", judge.summary(mutation.__name__))
 
 
 def test_a_wait_for_a_copy_that_a_jump_leaves_out_is_refused() -> None:

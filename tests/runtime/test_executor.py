@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,101 +13,20 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import OPTIONS, WITHIN
-from helpers import Coalesced, Stack
-from schedules import ranked
+from helpers import Coalesced, Stack, check_steps, twins
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, programs, restore
+from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.frontend import trace as tracing
-from chunkflow_compile.passes.program.cycle import prefetches
-from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
 
 
 def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, Session]:
-    torch.manual_seed(0)
-    model = Stack(layers).eval()
-    twin = Stack(layers).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: Stack(layers))
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager", **more})
     run(torch.randn(4, 8))
     return model, twin, run, programs(model)[0]
-
-
-def slow_copies(runner: Session, seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    copy = runner.executor.device.copy_bytes
-
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
-        sleep(seconds)
-        copy(target, source)
-
-    runner.executor.device.copy_bytes = slow
-
-
-def test_slots_are_aligned_and_inside_one_arena(no_grad: None) -> None:
-    _, _, _, runner = streaming()
-    slots = runner.executor.binding.slots.values()
-    assert len({slot.untyped_storage().data_ptr() for slot in slots}) == 1
-    assert {slot.data_ptr() % 256 for slot in slots} == {0}
-
-
-def test_compute_waits_for_slow_copies(no_grad: None) -> None:
-    """On a device where compute comes first and takes no time, copies come while it waits for them, and the others last."""
-    clock = OwnClock()
-    device = ThreadsDevice(ranked("compute", "collective", "copy"), clock=clock.host)
-    _, twin, run, runner = streaming(arena=Arena(make=lambda *_: device))
-    slow_copies(runner, 0.01, clock.sleep)
-    device.copy.synchronize()
-    for _ in range(4):
-        x = torch.randn(4, 8)
-        device.engine.pause()  # until the host has enqueued the step
-        assert torch.equal(run(x), twin(x))
-        device.copy.synchronize()
-    copies = sum(not op.next_step for _, op in prefetches(runner.program))
-    for measured in runner.measurements[1:]:
-        assert measured.exposed_h2d_s == pytest.approx(measured.step_s)
-        assert 0 < measured.exposed_h2d_s == pytest.approx(0.01 * copies)
-
-
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
-def test_a_failed_copy_is_an_error_and_the_next_step_is_right(debug: tuple[str, ...], no_grad: None) -> None:
-    model, twin, run, runner = streaming(debug=debug)
-    assert runner.executor.device.name == ("threads" if debug else "cpu")
-    copy = runner.executor.device.copy_bytes
-    failing = iter([True])
-
-    def fail_once(target: torch.Tensor, source: torch.Tensor) -> None:
-        if next(failing, False):
-            raise OSError("the link is down")
-        copy(target, source)
-
-    runner.executor.device.copy_bytes = fail_once
-    with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
-        for _ in range(2):  # nothing waits for a copy for the next step before that step
-            run(torch.randn(4, 8))
-    for _ in range(2):
-        x = torch.randn(4, 8)
-        assert torch.equal(run(x), twin(x))
-    restore(model)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_a_step_that_raises_midway_leaves_the_next_one_right(no_grad: None) -> None:
-    _, twin, run, runner = streaming()
-    executor = runner.executor
-    whole = executor._instructions[:]
-
-    def interrupt(step: object) -> None:
-        raise KeyboardInterrupt
-
-    executor._instructions[len(whole) // 2] = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        run(torch.randn(4, 8))
-    executor._instructions[:] = whole
-    x = torch.randn(4, 8)
-    assert torch.equal(run(x), twin(x))
-    assert runner.measurements[-1].moved_bytes == runner.plan.moved_bytes
 
 
 def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:
@@ -124,40 +44,18 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
             patch.setattr(executor, "_instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
             patch.setattr(executor.binding.arena, "alone", interrupt)
             run(torch.randn(4, 8))
-        x = torch.randn(4, 8)
-        assert torch.equal(run(x), twin(x))
-
-
-def test_two_threads_take_turns(no_grad: None) -> None:
-    _, twin, run, runner = streaming()
-    slow_copies(runner, 0.001)
-    inputs = [torch.randn(4, 8) for _ in range(8)]
-    outputs: dict[int, torch.Tensor] = {}
-
-    def work(half: int) -> None:
-        with torch.no_grad():
-            for i in range(half, 8, 2):
-                outputs[i] = run(inputs[i])
-
-    threads = [threading.Thread(target=work, args=(half,)) for half in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(outputs[i], twin(x)) for i, x in enumerate(inputs))
+        check_steps(run, twin, 1)
 
 
 def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     _, _, run, runner = streaming()
     alive: list[int] = []
     regions = runner.executor._issuer._regions
-    seen: list[object] = []
+    seen: list[weakref.ref[torch.Tensor]] = []
 
-    def spy(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: torch.Tensor) -> object:
+    def spy(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: torch.Tensor) -> Any:
             outputs = function(*args)
-            import weakref
-
             seen.extend(weakref.ref(o) for o in outputs)
             alive.append(sum(r() is not None for r in seen))
             return outputs
@@ -253,9 +151,12 @@ def test_aotautograd_wraps_only_what_it_must(
     assert programs(model)[0].plan.moved_bytes > 0
 
 
-def test_restore_waits_for_a_step_of_another_thread(no_grad: None) -> None:
+def test_restore_waits_for_a_step_of_another_thread_and_ends_the_thread_of_copies(no_grad: None) -> None:
+    before = set(threading.enumerate())
     model, twin, run, runner = streaming()
-    slow_copies(runner, 0.02)
+    (copies,) = (t for t in set(threading.enumerate()) - before if t.name == "chunkflow-copy")
+    copy = runner.executor.device.copy_bytes
+    runner.executor.device.copy_bytes = lambda target, source: (time.sleep(0.02), copy(target, source))
     x, results = torch.randn(4, 8), list[torch.Tensor]()
 
     def step() -> None:
@@ -267,7 +168,7 @@ def test_restore_waits_for_a_step_of_another_thread(no_grad: None) -> None:
     time.sleep(0.05)
     restore(model)
     thread.join(timeout=WITHIN)
-    assert not thread.is_alive() and torch.equal(results[0], twin(x))
+    assert not thread.is_alive() and torch.equal(results[0], twin(x)) and not copies.is_alive()
     with pytest.raises(ChunkflowError, match="has ended"):
         _ = runner.executor
 
@@ -293,18 +194,8 @@ def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> N
     engine.close()
 
 
-def test_the_copy_thread_ends_with_restore(no_grad: None) -> None:
-    model, *_ = streaming()
-    copying = [t for t in threading.enumerate() if t.name == "chunkflow-copy"]
-    assert copying
-    restore(model)
-    assert not any(t.is_alive() for t in copying[-1:])
-
-
 def coalesced(rank: int) -> None:
-    torch.manual_seed(0)
-    model, twin = Coalesced(32, 64).eval(), Coalesced(32, 64).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: Coalesced(32, 64))
     options = {**OPTIONS, "min_bytes": 1024, "slowdown": 1000.0, "lowering": "eager", "debug": "threads"}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     for step in range(3):

@@ -53,6 +53,23 @@ def bytes_of(reader: ReadAhead, source: DriveBytes, event: Event | None = None) 
     return found
 
 
+def error_of(work: Callable[[], object]) -> str:
+    """The error that ends some work, which might wait for ever instead."""
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            work()
+        except ChunkflowError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WITHIN)
+    assert said, "it ended well, or waits"
+    return said[0]
+
+
 @given(st.lists(st.tuples(st.integers(0, 2048), st.integers(1, 2048)), min_size=1, max_size=12), st.data())
 def test_every_copy_gets_its_bytes(file: WeightFile, spans: list[tuple[int, int]], data: st.DataObject) -> None:
     """Over several rounds, from any begin, with resets in the middle, whether room comes back at once or by events, and
@@ -180,21 +197,14 @@ def test_a_device_that_fails_ends_the_wait_for_bytes(file: WeightFile) -> None:
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader = ReadAhead(unpinned)
     reader.reset(Order([], cycle, 0))
-    failed: list[str] = []
 
     def take_all() -> None:
-        try:
-            for source in cycle:
-                reading = Reading(reader, source)
-                reading.acquire()
-                reading.release(Failed())
-        except ChunkflowError as error:
-            failed.append(str(error))
+        for source in cycle:
+            reading = Reading(reader, source)
+            reading.acquire()
+            reading.release(Failed())
 
-    copies = threading.Thread(target=take_all, daemon=True)
-    copies.start()
-    copies.join(WITHIN)
-    assert failed == ["The GPU failed: unspecified launch failure"]
+    assert error_of(take_all) == "The GPU failed: unspecified launch failure"
     reader.stop()
 
 
@@ -349,16 +359,5 @@ def test_an_error_of_any_kind_reaches_the_copy(file: WeightFile, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(*change)
             reader.reset(Order([], cycle, 0))
-            found: list[object] = []
-
-            def take(reader: ReadAhead = reader, found: list[object] = found) -> None:
-                try:
-                    found.append(Reading(reader, cycle[0]).acquire())
-                except ChunkflowError as error:
-                    found.append(str(error))
-
-            waits = threading.Thread(target=take, daemon=True)
-            waits.start()
-            waits.join(WITHIN)
-        assert len(found) == 1 and str(found[0]).startswith(said), found
+            assert error_of(lambda reader=reader: Reading(reader, cycle[0]).acquire()).startswith(said)
         reader.stop()

@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,20 @@ from chunkflow_compile.weights import shared_ring
 from chunkflow_compile.weights.shared_ring import RingMemory, SharedRing
 
 
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    """Two ranks that read together."""
+    with ranks_of(2, EIGHT) as found:
+        meet(found)
+        yield found
+
+
+def calls(ranks: Sequence[Rank], count: int) -> None:
+    """Calls of eight copies each."""
+    for _ in range(count):
+        in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_drive_is_read_once(count: int) -> None:
     with ranks_of(count, EIGHT) as ranks:
@@ -31,8 +45,7 @@ def test_the_drive_is_read_once(count: int) -> None:
         before = [rank.file.read_bytes for rank in ranks]
         for rank in ranks:
             rank.reader.settle()
-        for _ in range(20):
-            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+        calls(ranks, 20)
         read = [rank.file.read_bytes - old for rank, old in zip(ranks, before, strict=True)]
         ring = ring_bytes([64] * 8) // room(64) * 64
         assert read[1:] == [0] * (count - 1) and 20 * 8 * 64 - ring <= read[0] <= 20 * 8 * 64 + ring
@@ -76,72 +89,60 @@ def test_every_copy_gets_its_bytes(spans: list[tuple[int, int]], acts: list[tupl
                 in_step(ranks, lambda rank, a=one: (rank.call(), rank.copies(a))[0])
 
 
-def test_a_slot_is_not_written_before_the_last_rank_has_copied() -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        first, other = ranks
-        values, late = other.begin_copy()
-        held, read = bytes(values.tolist()), first.file.read_bytes
-        runs = threading.Thread(target=lambda: first.copies(24), daemon=True)
-        runs.start()
-        others = threading.Thread(target=lambda: other.copies(23), daemon=True)
-        others.start()
-        time.sleep(0.3)
-        assert bytes(values.tolist()) == held and first.file.read_bytes - read <= 4 * 64
-        assert runs.is_alive() and others.is_alive()
-        late.reach()
-        runs.join(WITHIN)
-        others.join(WITHIN)
-        assert not runs.is_alive() and not others.is_alive()
+def test_a_slot_is_not_written_before_the_last_rank_has_copied(ranks: list[Rank]) -> None:
+    first, other = ranks
+    values, late = other.begin_copy()
+    held, read = bytes(values.tolist()), first.file.read_bytes
+    runs = threading.Thread(target=lambda: first.copies(24), daemon=True)
+    runs.start()
+    others = threading.Thread(target=lambda: other.copies(23), daemon=True)
+    others.start()
+    time.sleep(0.3)
+    assert bytes(values.tolist()) == held and first.file.read_bytes - read <= 4 * 64
+    assert runs.is_alive() and others.is_alive()
+    late.reach()
+    runs.join(WITHIN)
+    others.join(WITHIN)
+    assert not runs.is_alive() and not others.is_alive()
 
 
-def test_a_reader_that_does_not_wait_shows_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_does_not_wait_shows_wrong_bytes(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: another rank sees the fault too."""
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
 
-        def no_wait(thread: ReadThread, number: int, nbytes: int) -> object:
-            return thread._filling.memory.bytes[: room(nbytes)]
+    def no_wait(thread: ReadThread, number: int, nbytes: int) -> object:
+        return thread._filling.memory.bytes[: room(nbytes)]
 
-        monkeypatch.setattr(ReadThread, "_room", no_wait)
-        with pytest.raises(AssertionError):
-            in_step(ranks, lambda rank: rank.copies(200))
+    monkeypatch.setattr(ReadThread, "_room", no_wait)
+    with pytest.raises(AssertionError):
+        in_step(ranks, lambda rank: rank.copies(200))
 
 
-def test_one_that_starts_alone_reads_alone_and_comes_back() -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        in_step(ranks, lambda rank: rank.start(3, 2, plan="its own") if rank.number else rank.call())
-        for _ in range(3):
-            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
-        assert ranks[1].alone, "another plan"
-        before = ranks[1].file.read_bytes
-        in_step(ranks, lambda rank: rank.start(2, 5))
-        meet(ranks, start=False)
-        assert ranks[1].file.read_bytes > before
-        # the first one alone, as after a write: the place of its copies is another, until both start again
-        in_step(ranks, lambda rank: rank.call() if rank.number else rank.start(0, (rank.place + 1) % 8))
-        in_step(ranks, lambda rank: rank.copies(20))
-        assert ranks[1].alone
-        in_step(ranks, Rank.start)
-        meet(ranks, start=False)
+def test_one_that_starts_alone_reads_alone_and_comes_back(ranks: list[Rank]) -> None:
+    in_step(ranks, lambda rank: rank.start(3, 2, plan="its own") if rank.number else rank.call())
+    calls(ranks, 3)
+    assert ranks[1].alone, "another plan"
+    before = ranks[1].file.read_bytes
+    in_step(ranks, lambda rank: rank.start(2, 5))
+    meet(ranks, start=False)
+    assert ranks[1].file.read_bytes > before
+    # the first one alone, as after a write: the place of its copies is another, until both start again
+    in_step(ranks, lambda rank: rank.call() if rank.number else rank.start(0, (rank.place + 1) % 8))
+    in_step(ranks, lambda rank: rank.copies(20))
+    assert ranks[1].alone
+    in_step(ranks, Rank.start)
+    meet(ranks, start=False)
 
 
-def test_one_that_starts_again_at_the_same_place_comes_back() -> None:
+def test_one_that_starts_again_at_the_same_place_comes_back(ranks: list[Rank]) -> None:
     """By other numbers than those of the first rank, and by other first reads; not under another plan."""
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        for who in (1, 0):
-            for first in (0, 3):
-                in_step(
-                    ranks, lambda rank, w=who, f=first: rank.start(f, rank.place) if rank.number == w else rank.call()
-                )
-                meet(ranks, start=False)
-                in_step(ranks, lambda rank: rank.copies(30))
-        in_step(ranks, lambda rank: rank.start(0, rank.place, plan=str(rank.number)))
-        for _ in range(5):
-            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
-        assert ranks[1].alone
+    for who in (1, 0):
+        for first in (0, 3):
+            in_step(ranks, lambda rank, w=who, f=first: rank.start(f, rank.place) if rank.number == w else rank.call())
+            meet(ranks, start=False)
+            in_step(ranks, lambda rank: rank.copies(30))
+    in_step(ranks, lambda rank: rank.start(0, rank.place, plan=str(rank.number)))
+    calls(ranks, 5)
+    assert ranks[1].alone
 
 
 def test_no_rank_waits_for_one_that_is_late() -> None:
@@ -155,20 +156,18 @@ def test_no_rank_waits_for_one_that_is_late() -> None:
         meet(ranks, start=False)
 
 
-def test_a_failed_call_waits_for_nobody() -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        first, other = ranks
-        first.reader.alone()
-        in_step([first], lambda rank: rank.copies(40))
-        in_step([other], lambda rank: rank.copies(40))
-        assert other.alone
-        in_step(ranks, Rank.start)
-        meet(ranks, start=False)
-        other.reader.alone()
-        in_step([other], lambda rank: rank.copies(40))
-        assert other.alone
-        in_step([first], lambda rank: rank.copies(40))
+def test_a_failed_call_waits_for_nobody(ranks: list[Rank]) -> None:
+    first, other = ranks
+    first.reader.alone()
+    in_step([first], lambda rank: rank.copies(40))
+    in_step([other], lambda rank: rank.copies(40))
+    assert other.alone
+    in_step(ranks, Rank.start)
+    meet(ranks, start=False)
+    other.reader.alone()
+    in_step([other], lambda rank: rank.copies(40))
+    assert other.alone
+    in_step([first], lambda rank: rank.copies(40))
 
 
 def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,26 +187,26 @@ def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: p
         in_step([first], lambda rank: rank.copies(40))
 
 
-def test_a_drive_that_fails_ends_the_first_rank_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        first, other = ranks
+def test_a_drive_that_fails_ends_the_first_rank_and_not_the_others(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = ranks
 
-        def fails(*_: object) -> None:
-            raise ChunkflowError("the file cannot be read at byte 7")
+    def fails(*_: object) -> None:
+        raise ChunkflowError("the file cannot be read at byte 7")
 
-        monkeypatch.setattr(first.file, "read", fails)
+    monkeypatch.setattr(first.file, "read", fails)
 
-        def work(rank: Rank) -> None:
-            if rank is other:
-                rank.copies(40)
-                return
-            with pytest.raises(ChunkflowError, match="byte 7"):
-                rank.copies(40)
-            rank.reader.stop()
+    def work(rank: Rank) -> None:
+        if rank is other:
+            rank.copies(40)
+            return
+        with pytest.raises(ChunkflowError, match="byte 7"):
+            rank.copies(40)
+        rank.reader.stop()
 
-        in_step(ranks, work)
-        assert other.alone
+    in_step(ranks, work)
+    assert other.alone
 
 
 def test_the_ring_is_pinned_once_on_each_rank_and_goes_with_the_readers() -> None:
@@ -239,22 +238,19 @@ def test_a_ring_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch, caplog: p
 
         monkeypatch.setattr(SharedRing, "_mapped", refused)
         in_step(ranks, Rank.start)
-        for _ in range(4):
-            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+        calls(ranks, 4)
         assert ranks[1].alone and "this rank reads the drive for itself: A ring of 9 bytes cannot" in caplog.text
 
 
-def test_another_reader_of_the_same_weights_reads_alone() -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        second = Rank(0, ranks[0].ring, "/dev/null", EIGHT, unpinned)
-        second.file = ranks[0].file
-        second.cycle = ranks[0].cycle
-        second.start()
-        second.copies(20)
-        in_step(ranks, lambda rank: rank.copies(20))
-        assert not ranks[1].alone
-        second.reader.close()
+def test_another_reader_of_the_same_weights_reads_alone(ranks: list[Rank]) -> None:
+    second = Rank(0, ranks[0].ring, "/dev/null", EIGHT, unpinned)
+    second.file = ranks[0].file
+    second.cycle = ranks[0].cycle
+    second.start()
+    second.copies(20)
+    in_step(ranks, lambda rank: rank.copies(20))
+    assert not ranks[1].alone
+    second.reader.close()
 
 
 def test_readers_come_and_go() -> None:
@@ -278,19 +274,17 @@ def test_readers_that_are_dropped_end_their_threads() -> None:
         gc.collect()
 
 
-def test_copies_that_are_still_out_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_are_still_out_do_not_hold_up_a_start(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank starts anew, and the other one still copies out of the ring: it gets another ring."""
     monkeypatch.setattr(shared_ring, "_LEAVING_S", 0.1)
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        first, other = ranks
-        values, late = other.begin_copy()
-        held = bytes(values.tolist())
-        in_step([first], lambda rank: (rank.start(), rank.copies(30))[0])
-        assert bytes(values.tolist()) == held
-        late.reach()
-        in_step([other], lambda rank: rank.copies(30))
-        assert other.alone
+    first, other = ranks
+    values, late = other.begin_copy()
+    held = bytes(values.tolist())
+    in_step([first], lambda rank: (rank.start(), rank.copies(30))[0])
+    assert bytes(values.tolist()) == held
+    late.reach()
+    in_step([other], lambda rank: rank.copies(30))
+    assert other.alone
 
 
 def test_random_paces() -> None:

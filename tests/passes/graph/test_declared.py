@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import OPTIONS
-from helpers import UlyssesStack, cut_of, plan_of
+from helpers import UlyssesStack, cut_of, fake_ranks, plan_of
 from opaque import OpaqueStack, declaring, exchange, exchange_into, exchange_three
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, register_collective
@@ -31,10 +30,8 @@ X = torch.randn(4, 32)
 
 @pytest.fixture
 def two() -> Iterator[None]:
-    """Two ranks, of which one is there, for tracing."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_ranks():
+        yield
 
 
 @pytest.mark.usefixtures("two")

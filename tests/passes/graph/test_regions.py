@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from helpers import Stack, UlyssesStack, cut_of, plan_of
+from helpers import Stack, cut_of, fake_ranks, plan_of, ulysses_cut
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.passes.graph.discover import crossing_bytes
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 class Views(nn.Module):
@@ -40,14 +30,11 @@ class Views(nn.Module):
 
 
 def test_a_weight_is_used_wherever_a_view_of_it_is_read() -> None:
-    problem = cut_of(Views(), torch.randn(4, 32)).problem
-    uses = {w.name: w.uses for w in problem.weights}
-    assert [r.block for r in problem.regions] == ["", "blocks.0", "", "blocks.1", ""]
-    assert uses == {"shared": (0, 2, 4), "blocks.0.weight": (1,), "blocks.1.weight": (3,)}
-
-
-def test_no_view_of_a_weight_crosses_a_region() -> None:
+    """And no view of it crosses a region."""
     cut = cut_of(Views(), torch.randn(4, 32))
+    uses = {w.name: w.uses for w in cut.problem.weights}
+    assert [r.block for r in cut.problem.regions] == ["", "blocks.0", "", "blocks.1", ""]
+    assert uses == {"shared": (0, 2, 4), "blocks.0.weight": (1,), "blocks.1.weight": (3,)}
     storages = {w.node.meta["val"].untyped_storage()._cdata for w in cut.discovery.weights}
     for region in cut.regions:
         assert not {n.meta["val"].untyped_storage()._cdata for n in region.outputs} & storages
@@ -70,8 +57,9 @@ class Collectives(nn.Module):
         return funcol.all_reduce(x + 1, "sum", group) + 1
 
 
-def test_every_kind_of_collective_stays_at_the_top_level_in_order(fake_ranks: None) -> None:
-    cut = cut_of(Collectives(), torch.randn(4, 8))
+def test_every_kind_of_collective_stays_at_the_top_level_in_order() -> None:
+    with fake_ranks():
+        cut = cut_of(Collectives(), torch.randn(4, 8))
     kinds = [c.kind for c in cut.problem.collectives]
     assert kinds == ["all-to-all", "all-to-all", "all-gather", "all-gather", "reduce-scatter", "all-reduce"]
     assert [c.nbytes for c in cut.problem.collectives] == [64, 64, 128, 512, 256, 256]  # what crosses
@@ -91,9 +79,8 @@ def test_what_crosses_is_what_others_send_whether_the_result_is_new_or_given(out
     assert crossing_bytes(node, 2) == 1024
 
 
-def test_views_between_collectives_make_no_region_of_their_own(fake_ranks: None) -> None:
-    cut = cut_of(UlyssesStack(), torch.randn(4, 32))
-    for region in cut.regions:
+def test_views_between_collectives_make_no_region_of_their_own() -> None:
+    for region in ulysses_cut().regions:
         assert any(
             n.op == "call_function" and not getattr(n.target, "is_view", False) for n in region.module.graph.nodes
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.placement.slots import Lifetime, Piece, assign_slots
@@ -40,10 +40,14 @@ def lifetimes(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
     return lives, windows
 
 
+@settings(max_examples=60)
 @given(lifetimes())
 def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int]) -> None:
+    """And the arena is at least what is alive, and at most everything."""
     lives, windows = case
     offsets, arena = assign_slots(lives, windows)
+    assert peak_bytes(lives, windows) <= arena <= sum(aligned(life.nbytes) for life in lives)
+    assert assign_slots(list(lives), windows) == (offsets, arena)
     for life, at in zip(lives, offsets, strict=True):
         assert at % ALIGNMENT == 0
         assert at + life.nbytes <= arena
@@ -53,14 +57,6 @@ def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int
             for q in b.pieces:
                 together = alive(p, windows) & alive(q, windows)
                 assert not together or at + p.end <= bt + q.begin or bt + q.end <= at + p.begin
-
-
-@given(lifetimes())
-def test_the_arena_is_at_least_what_is_alive_and_at_most_everything(case: tuple[list[Lifetime], int]) -> None:
-    lives, windows = case
-    offsets, arena = assign_slots(lives, windows)
-    assert peak_bytes(lives, windows) <= arena <= sum(aligned(life.nbytes) for life in lives)
-    assert assign_slots(list(lives), windows) == (offsets, arena)
 
 
 def test_equal_blocks_pack_without_loss() -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
-from helpers import UlyssesStack, cut_of, plan_of
+from helpers import plan_of, ulysses_cut
 from problems import CHUNK, MACHINE, problem, weight
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.schedule import schedule, transfers
@@ -174,21 +171,17 @@ def test_each_chunk_and_each_collective_has_its_overhead() -> None:
     assert played.step_s == pytest.approx((52 + 5 + 52) * US)
 
 
-@pytest.mark.parametrize("policy", ["layerwise", "layerwise-barrier", "chunkflow", "resident"])
-def test_a_program_plays_as_its_plan_predicts(policy: str) -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        cut = cut_of(UlyssesStack(4), torch.randn(4, 32))
-    finally:
-        dist.destroy_process_group()
-    plan = plan_of(cut.problem, policy=policy)
+def test_a_program_plays_as_its_plan_predicts() -> None:
+    cut = ulysses_cut(4)
     machine = replace(
         MACHINE, name="slow", launch_s=1e-3, h2d_bandwidth=2e7, gemm_flops={"float32": 1e12}, eta_gemm=1.0
     )
-    played = play_program(rewrite(cut, plan), machine)
-    again = Simulator(cut.problem, machine, plan.chunk_bytes).play(
-        schedule(cut.problem, transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers))
-    )
-    assert replace(played, spans=()) == replace(again, spans=())
-    assert (played.copy_s > 0) == (policy != "resident")
-    assert bool(plan.barriers) == (policy == "layerwise-barrier")
+    for policy in ("layerwise", "layerwise-barrier", "chunkflow", "resident"):
+        plan = plan_of(cut.problem, policy=policy)
+        played = play_program(rewrite(cut, plan), machine)
+        again = Simulator(cut.problem, machine, plan.chunk_bytes).play(
+            schedule(cut.problem, transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers))
+        )
+        assert replace(played, spans=()) == replace(again, spans=()), policy
+        assert (played.copy_s > 0) == (policy != "resident")
+        assert bool(plan.barriers) == (policy == "layerwise-barrier")

@@ -8,19 +8,17 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import mutations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor  # defines _dtensor::shard_dim_alltoall for fake tensors
-from helpers import UlyssesStack, cut_of, plan_of
+from helpers import Coalesced, UlyssesStack, cut_of, fake_ranks, plan_of
 from mutations import Mutation
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
@@ -59,27 +57,11 @@ class Sharded(nn.Module):
         return self.down(torch.ops._dtensor.shard_dim_alltoall(self.up(x), 0, 1, self.group).reshape(-1, 32))
 
 
-class Coalesced(nn.Module):
-    """A collective of two results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
-        return self.down(first - second)
-
-
 @cache  # tests change copies of it
 def program_of(make: Callable[[], nn.Module]) -> Program:
     torch._dynamo.reset()
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with fake_ranks():
         cut = cut_of(make(), torch.randn(4, 32))
-    finally:
-        dist.destroy_process_group()
     program = rewrite(cut, plan_of(cut.problem))
     verify(program)
     return program
@@ -211,7 +193,7 @@ def test_a_collective_that_completes_itself() -> None:
 
 
 def test_elements_of_a_coalesced_collective_are_results_of_it() -> None:
-    program = copied(Coalesced)
+    program = copied(partial(Coalesced, 32, 32))
     order = HappensBefore((program,), 1)
     assert [op.label for op in order.ops if op.kind == "element"] == ["getitem", "getitem_1"]
     completions = [n for n in program.module.graph.nodes if n.name.startswith("wait_tensor")]

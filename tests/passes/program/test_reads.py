@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from typing import Any
 
 import networkx as nx
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import Stack, UlyssesStack, cut_of, plan_of
-from hypothesis import given
+from helpers import Stack, cut_of, plan_of, ulysses_cut
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.ops import Prefetch
@@ -32,6 +29,7 @@ from chunkflow_compile.weights.drive import for_the_drive
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
 
+@settings(max_examples=60)
 @given(sizes, st.integers(0, 100), st.integers(1, 60))
 def test_a_byte_has_one_read_at_a_time(step: list[int], spare: int, count: int) -> None:
     """Against a map of the ring, byte by byte, in which only the reads that must be over are forgotten."""
@@ -60,86 +58,43 @@ def cycle() -> Cycle:
     return found
 
 
-def violations(of: Cycle) -> list[str]:
-    return list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
-
-
 def test_a_cycle_that_reads_the_drive_is_proved() -> None:
     found = cycle()
     assert not list(check(found))
     assert verify(found).version >= 5
 
 
-class Early(Ring):
-    """Waits for one copy less than it must."""
+Change = Callable[[RingSlot, int], RingSlot]
 
-    def slot(self, nbytes: int) -> RingSlot:
-        found = super().slot(nbytes)
-        return replace(found, after=max(0, found.after - 1))
-
-
-class Never(Ring):
-    """Waits for nothing."""
-
-    def slot(self, nbytes: int) -> RingSlot:
-        return replace(super().slot(nbytes), after=0)
-
-
-class Shifted(Ring):
-    """Gives a block of the read before."""
-
-    def slot(self, nbytes: int) -> RingSlot:
-        found = super().slot(nbytes)
-        return replace(found, begin=max(0, found.begin - BLOCK))
+# How a ring is broken: bytes that it gives beyond those asked for, what it does to the slot of a numbered read, and what is
+# said of it.
+RINGS: dict[str, tuple[int, Change, str]] = {
+    "waits for one copy less": (0, lambda s, _: replace(s, after=max(0, s.after - 1)), "missing edge: copy of"),
+    "waits for nothing": (0, lambda s, _: replace(s, after=0), "missing edge: copy of"),
+    "begins in the read before": (0, lambda s, _: replace(s, begin=max(0, s.begin - BLOCK)), "missing edge: copy of"),
+    "leaves the ring": (10_000_000, lambda s, _: s, "of a ring of"),
+    "lacks the block that the bytes end in": (0, lambda s, _: replace(s, end=s.end - BLOCK), "of a ring of"),
+    "begins within a block": (1, lambda s, _: replace(s, begin=s.begin + 1), "of a ring of"),
+    "waits for its own copy": (
+        0,
+        lambda s, number: replace(s, after=number),
+        "waits for a copy that comes after its own",
+    ),
+}
 
 
-class Short(Ring):
-    """Has no room for the block that the bytes end in, if they begin late in one."""
+@pytest.mark.parametrize("name", RINGS)
+def test_rejects_another_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more, change, named = RINGS[name]
 
-    def slot(self, nbytes: int) -> RingSlot:
-        found = super().slot(nbytes)
-        return replace(found, end=found.end - BLOCK)
+    class Broken(Ring):
+        _number = 0
 
+        def slot(self, nbytes: int) -> RingSlot:
+            self._number += 1
+            return change(super().slot(nbytes + more), self._number)
 
-class Askew(Ring):
-    """Begins within a block."""
-
-    def slot(self, nbytes: int) -> RingSlot:
-        found = super().slot(nbytes + 1)
-        return replace(found, begin=found.begin + 1)
-
-
-class Outside(Ring):
-    """Gives bytes that the ring does not have."""
-
-    def slot(self, nbytes: int) -> RingSlot:
-        return super().slot(nbytes + 10_000_000)
-
-
-class Late(Ring):
-    """Waits for its own copy, which waits for it."""
-
-    _number = 0
-
-    def slot(self, nbytes: int) -> RingSlot:
-        self._number += 1
-        return replace(super().slot(nbytes), after=self._number)
-
-
-@pytest.mark.parametrize(
-    ("ring", "named"),
-    [
-        (Early, "missing edge: copy of"),
-        (Never, "missing edge: copy of"),
-        (Shifted, "missing edge: copy of"),
-        (Outside, "of a ring of"),
-        (Short, "of a ring of"),
-        (Askew, "of a ring of"),
-        (Late, "waits for a copy that comes after its own"),
-    ],
-)
-def test_rejects_another_ring(ring: type[Ring], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "Ring", ring)
+    monkeypatch.setattr(reads, "Ring", Broken)
     with pytest.raises(FindingError, match=named):
         verify(cycle())
 
@@ -154,15 +109,12 @@ def _swapped(found: Reads) -> Reads:
 
 @pytest.mark.parametrize(("change", "named"), [(_without_the_first, "read"), (_swapped, "brings chunk")])
 def test_rejects_another_order_than_that_of_the_copies(
-    change: object, named: str, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Reads], Reads], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = reads.reads_from
-
-    def changed(*args: Any) -> Reads:
-        return change(plain(*args))  # type: ignore[operator]
-
-    monkeypatch.setattr(reads, "reads_from", changed)
-    assert any(named in said for said in violations(cycle()))
+    monkeypatch.setattr(reads, "reads_from", lambda *args: change(plain(*args)))
+    of = cycle()
+    assert any(named in said for said in check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
 
 
 def test_reads_begin_again_at_every_call() -> None:
@@ -183,11 +135,7 @@ def test_reads_begin_again_at_every_call() -> None:
 @cache
 def ulysses_cycle(policy: str) -> Cycle:
     """A model with collectives, all of whose weights are on the drive."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        cut = cut_of(UlyssesStack(6), torch.randn(4, 32))
-    finally:
-        dist.destroy_process_group()
+    cut = ulysses_cut(6)
     names = {w.name: w.name for w in cut.problem.weights}
     calls = [Call(cut, names, {}, frozenset(names))]
     return write(calls, plan_of(join(calls), policy=policy))

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import copy
 import operator
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import mutations
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import Stack, UlyssesStack, cut_of, plan_of
+from helpers import Stack, cut_of, plan_of, ulysses_cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import Mutation
 from torch.fx import Node
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.ops import PREFETCH, WAIT
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
@@ -36,7 +37,18 @@ WEIGHT = "blocks.1.up.weight"
 @cache  # tests change copies of it
 def stack_program() -> Program:
     cut = cut_of(Stack(4), torch.randn(4, 8))
-    return rewrite(cut, plan_of(cut.problem))
+    return verified(rewrite(cut, plan_of(cut.problem)))
+
+
+@cache
+def ulysses_program() -> Program:
+    cut = ulysses_cut()
+    return verified(rewrite(cut, plan_of(cut.problem)))
+
+
+def verified(program: Program) -> Program:
+    verify(program)
+    return program
 
 
 @cache
@@ -45,20 +57,14 @@ def traced_stack(layers: int) -> Traced:
     return trace(Stack(layers), {"x": torch.randn(4, 8)}, 0)
 
 
-@cache
-def ulysses_program() -> Program:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        cut = cut_of(UlyssesStack(), torch.randn(4, 32))
-    finally:
-        dist.destroy_process_group()
-    return rewrite(cut, plan_of(cut.problem))
+def copied(program: Program) -> Program:
+    return replace(program, module=copy.deepcopy(program.module))
 
 
-def mutated(program: Program, change: Callable[[Program], None]) -> Program:
-    copied = replace(program, module=copy.deepcopy(program.module))
-    change(copied)
-    return copied
+def mutated(program: Program, change: Callable[[Program], object]) -> Program:
+    found = copied(program)
+    change(found)
+    return found
 
 
 def find(program: Program, target: Any, weight: str) -> Node:
@@ -70,97 +76,31 @@ def reader(program: Program, weight: str) -> Node:
     return next(iter(placeholder.users))
 
 
-def remove_wait(program: Program) -> None:
-    program.module.graph.erase_node(find(program, WAIT, WEIGHT))
-
-
-def move_wait_after_its_use(program: Program) -> None:
-    reader(program, WEIGHT).append(find(program, WAIT, WEIGHT))
-
-
-def move_wait_before_its_prefetch(program: Program) -> None:
-    find(program, PREFETCH, WEIGHT).prepend(find(program, WAIT, WEIGHT))
-
-
-def move_evict_before_the_last_use(program: Program) -> None:
-    reader(program, WEIGHT).prepend(find(program, EVICT, WEIGHT))
-
-
-def remove_evict(program: Program) -> None:
-    program.module.graph.erase_node(find(program, EVICT, WEIGHT))
-
-
-def never_prefetch_a_chunk(program: Program) -> None:
-    node = find(program, PREFETCH, WEIGHT)
-    node.args = (node.args[0], 1, *node.args[2:])
-
-
-def never_prefetch_a_weight(program: Program) -> None:
-    program.module.graph.erase_node(find(program, PREFETCH, WEIGHT))
-
-
-def prefetch_twice(program: Program) -> None:
-    node = find(program, PREFETCH, WEIGHT)
-    with program.module.graph.inserting_after(node):
-        program.module.graph.call_function(PREFETCH, node.args)
-
-
-def prefetch_over_a_live_weight(program: Program) -> None:
-    """Starts the copy of a weight of block 3 while block 1, which owns the slot, still computes."""
-    early = find(program, PREFETCH, "blocks.3.up.weight")
-    reader(program, WEIGHT).prepend(early)
-    early.args = (*early.args[:3], 1)
-
-
-def prefetch_for_the_wrong_step(program: Program) -> None:
-    node = find(program, PREFETCH, WEIGHT)
-    node.args = (*node.args[:4], True)
-
-
-def prefetch_chunks_that_do_not_exist(program: Program) -> None:
-    node = [n for n in program.module.graph.nodes if n.target is PREFETCH and n.args[0] == WEIGHT][-1]
-    node.args = (*node.args[:2], node.args[2] + 2, *node.args[3:])
-
-
-def return_a_weight(program: Program) -> None:
-    (output,) = program.module.graph.find_nodes(op="output")
-    placeholder = next(n for n in program.module.graph.nodes if n.name == program.weight_inputs[WEIGHT])
-    output.args = ((placeholder,),)
-
-
-MUTATIONS: dict[Callable[[Program], None], str] = {
-    remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=\d\) -> wait",
-    move_wait_after_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
-    move_wait_before_its_prefetch: rf"{WEIGHT}: region_2 .* may read before prefetch",
-    move_evict_before_the_last_use: rf"{WEIGHT}: evict\('{WEIGHT}'\) .* comes before its reader region_2",
-    remove_evict: rf"{WEIGHT}: evicted 0 times in step 0",
-    never_prefetch_a_chunk: rf"{WEIGHT}: chunk 0 is prefetched 0 times for step 0",
-    never_prefetch_a_weight: rf"{WEIGHT}: chunk 0 is prefetched 0 times",
-    prefetch_chunks_that_do_not_exist: rf"{WEIGHT}: chunks \[2, 3\] are prefetched, but it has 2",
-    return_a_weight: rf"{WEIGHT}: output reads it outside a region",
-    prefetch_twice: rf"{WEIGHT}: chunk 0 is prefetched 2 times",
-    prefetch_over_a_live_weight: r"blocks.3.up.weight: .* overwrites .* blocks.1.* while region_2 .* missing edge",
-    prefetch_for_the_wrong_step: rf"{WEIGHT}: prefetch.* overwrites the slot of {WEIGHT} .* while region_2",
+# Mutations at a random place, and what is said of the weight there.
+AT_RANDOM: dict[Mutation, str] = {
+    mutations.remove_a_wait: r"region_\d .* may read .* missing edge: prefetch\('\1', chunk \d, window=\d.*\) -> wait",
+    mutations.wait_after_the_reader: r"region_\d .* may read before prefetch",
+    mutations.evict_before_the_reader: r"evict\('\1'\) .* comes before its reader region_\d",
+    mutations.remove_an_evict: r"evicted 0 times in step 0",
+    mutations.forget_a_chunk: r"chunk \d is prefetched 0 times for step 0",
+    mutations.remove_a_prefetch: r"chunk 0 is prefetched 0 times",
+    mutations.prefetch_twice: r"chunk \d is prefetched 2 times",
+    mutations.prefetch_before_its_window: r".* overwrites .* while region_\d .* missing edge",
+    mutations.prefetch_for_the_other_step: r"prefetch.* overwrites the slot of \S+ .* while region_\d",
+    mutations.another_slot: r".* overwrites the slot of",
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
-def test_rejects_a_mutated_program(mutation: Callable[[Program], None]) -> None:
-    program = stack_program()
-    verify(program)
-    broken = mutated(program, mutation)
-    violations = list(check(broken))
-    assert any(re.search(MUTATIONS[mutation], v) for v in violations), violations
-    with pytest.raises(ChunkflowError, match="not safe to run"):
-        verify(broken)
-
-
-def test_rejects_two_overlapping_slots() -> None:
-    program = stack_program()
-    offset = next(w.offset for w in program.plan.weights if w.name == "blocks.1.down.weight")
-    weights = tuple(replace(w, offset=offset) if w.name == WEIGHT else w for w in program.plan.weights)
-    broken = replace(program, plan=replace(program.plan, weights=weights))
-    assert any(re.search(f"overwrites the slot of .*{WEIGHT}|{WEIGHT}: .* overwrites", v) for v in check(broken))
+@pytest.mark.parametrize("mutation", AT_RANDOM, ids=lambda m: m.__name__)
+def test_rejects_a_mutated_program(mutation: Mutation) -> None:
+    said = list[str]()
+    for seed in range(8):
+        broken = mutation(copied(stack_program()), random.Random(seed))
+        if broken is not None and (violations := list(check(broken))):
+            said += violations
+            with pytest.raises(ChunkflowError, match="not safe to run"):
+                verify(broken)
+    assert any(re.match(rf"(\S+): {AT_RANDOM[mutation]}", v) for v in said), said
 
 
 def test_rejects_a_slot_outside_the_arena_and_one_off_alignment() -> None:
@@ -213,38 +153,41 @@ def test_rejects_a_copy_of_a_chunk_that_stays_and_one_over_it() -> None:
     ), violations
 
 
-def test_rejects_a_swapped_pair_of_collectives() -> None:
-    program = ulysses_program()
-    verify(program)
-
-    def swap(copied: Program) -> None:
-        """v's all-to-all before k's: another rank would exchange k for v."""
-        first, second = (n for n in copied.module.graph.nodes if n.name in ("all_to_all_single", "all_to_all_single_4"))
-        first.meta, second.meta = second.meta, first.meta
-
-    violation = next(iter(check(mutated(program, swap))))
-    assert violation.startswith("collective 0 is all_to_all_single_4, but the traced graph has all_to_all_single there")
+def move_wait_before_its_prefetch(program: Program) -> None:
+    find(program, PREFETCH, WEIGHT).prepend(find(program, WAIT, WEIGHT))
 
 
-def test_rejects_a_collective_moved_before_another() -> None:
-    program = ulysses_program()
-
-    def move(copied: Program) -> None:
-        collectives = [n for n in copied.module.graph.nodes if collective_kind(n) is not None]
-        collectives[0].prepend(collectives[1])
-
-    assert any("collective 0 is all_to_all_single_1" in v for v in check(mutated(program, move)))
+def prefetch_chunks_that_do_not_exist(program: Program) -> None:
+    node = [n for n in program.module.graph.nodes if n.target is PREFETCH and n.args[0] == WEIGHT][-1]
+    node.args = (*node.args[:2], node.args[2] + 2, *node.args[3:])
 
 
-def test_rejects_a_region_that_reads_another_weight() -> None:
-    program = stack_program()
+def return_a_weight(program: Program) -> None:
+    (output,) = program.module.graph.find_nodes(op="output")
+    placeholder = next(n for n in program.module.graph.nodes if n.name == program.weight_inputs[WEIGHT])
+    output.args = ((placeholder,),)
 
-    def swap(copied: Program) -> None:
-        call = reader(copied, WEIGHT)
-        other = next(n for n in copied.module.graph.nodes if n.name == copied.weight_inputs["blocks.0.up.weight"])
-        call.args = (call.args[0], other, *call.args[2:])
 
-    assert any("region_2 reads blocks.0.up.weight" in v for v in check(mutated(program, swap)))
+def read_another_weight(copied: Program) -> None:
+    call = reader(copied, WEIGHT)
+    other = next(n for n in copied.module.graph.nodes if n.name == copied.weight_inputs["blocks.0.up.weight"])
+    call.args = (call.args[0], other, *call.args[2:])
+
+
+def swap_two_regions(copied: Program) -> None:
+    nodes = {n.name: n for n in copied.module.graph.nodes}
+    nodes["region_2"].append(nodes["region_1"])
+
+
+def swap_two_collectives(copied: Program) -> None:
+    """v's all-to-all before k's: another rank would exchange k for v."""
+    first, second = (n for n in copied.module.graph.nodes if n.name in ("all_to_all_single", "all_to_all_single_4"))
+    first.meta, second.meta = second.meta, first.meta
+
+
+def move_a_collective(copied: Program) -> None:
+    first, second = [n for n in copied.module.graph.nodes if collective_kind(n) is not None][:2]
+    first.prepend(second)
 
 
 def swap_operands_of_a_collective(copied: Program) -> None:
@@ -307,35 +250,34 @@ def take_an_output_of_itself(copied: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "violation"),
+    ("program", "mutation", "violation"),
     [
-        (take_an_output_of_itself, r"^getitem\w* takes getitem\w*, which comes only after it"),
-        (swap_two_inputs, r"^\w+ is input 0, but the traced graph has input 1"),
-        (return_another_value, r"^output is return .*, but the traced graph has return"),
-        (swap_lowered_code, r"^lowered_0 holds other code"),
-        (move_an_unknown_weight, r"^nothing: wait\w* moves it, but it is not streamed"),
-        (complete_after_the_reader, r"^region_1 takes wait_tensor, which comes only after it"),
-        (hand_a_region_a_number, r"^region_1 is .*the value 3"),
-        (swap_operands_of_a_collective, r"^all_to_all_single is .*clone_1.*traced graph has .*clone'"),
-        (change_the_group_of_a_collective, r"^all_to_all_single is .*'1'.* traced graph has .*'0'"),
-        (drop_a_completion, r"^wait_tensor of the traced graph is missing"),
-        (call_other_code, r"^region_1 is "),
+        (stack_program, move_wait_before_its_prefetch, rf"^{WEIGHT}: region_2 .* may read before prefetch"),
+        (stack_program, prefetch_chunks_that_do_not_exist, rf"^{WEIGHT}: chunks \[2, 3\] are prefetched, but it has 2"),
+        (stack_program, return_a_weight, rf"^{WEIGHT}: output reads it outside a region"),
+        (stack_program, read_another_weight, r"region_2 reads blocks.0.up.weight"),
+        (stack_program, swap_two_regions, r"region 1 is region_2"),
+        (ulysses_program, swap_two_collectives, r"^collective 0 is all_to_all_single_4, .* all_to_all_single there"),
+        (ulysses_program, move_a_collective, r"collective 0 is all_to_all_single_1"),
+        (ulysses_program, take_an_output_of_itself, r"^getitem\w* takes getitem\w*, which comes only after it"),
+        (ulysses_program, swap_two_inputs, r"^\w+ is input 0, but the traced graph has input 1"),
+        (ulysses_program, return_another_value, r"^output is return .*, but the traced graph has return"),
+        (ulysses_program, swap_lowered_code, r"^lowered_0 holds other code"),
+        (ulysses_program, move_an_unknown_weight, r"^nothing: wait\w* moves it, but it is not streamed"),
+        (ulysses_program, complete_after_the_reader, r"^region_1 takes wait_tensor, which comes only after it"),
+        (ulysses_program, hand_a_region_a_number, r"^region_1 is .*the value 3"),
+        (ulysses_program, swap_operands_of_a_collective, r"^all_to_all_single is .*clone_1.*traced graph has .*clone'"),
+        (ulysses_program, change_the_group_of_a_collective, r"^all_to_all_single is .*'1'.* traced graph has .*'0'"),
+        (ulysses_program, drop_a_completion, r"^wait_tensor of the traced graph is missing"),
+        (ulysses_program, call_other_code, r"^region_1 is "),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_rejects_changed_data_flow(mutation: Callable[[Program], None], violation: str) -> None:
-    violations = list(check(mutated(ulysses_program(), mutation)))
+def test_rejects_changed_data_flow(
+    program: Callable[[], Program], mutation: Callable[[Program], None], violation: str
+) -> None:
+    violations = list(check(mutated(program(), mutation)))
     assert any(re.search(violation, v) for v in violations), violations
-
-
-def test_rejects_regions_out_of_order() -> None:
-    program = stack_program()
-
-    def swap(copied: Program) -> None:
-        nodes = {n.name: n for n in copied.module.graph.nodes}
-        nodes["region_2"].append(nodes["region_1"])
-
-    assert any("region 1 is region_2" in v for v in check(mutated(program, swap)))
 
 
 @settings(max_examples=25)
