@@ -50,6 +50,15 @@ def test_links_resolve(page: Path) -> None:
     assert not broken(page)
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    files = {str(path.relative_to(ROOT)): path for path in (ROOT / "tests").rglob("*.py")}
+    known = {path.stem for path in files.values()}
+    known.update(name for path in files.values() for name in re.findall(r"def (test_\w+)", path.read_text()))
+    for page in PAGES:
+        assert set(re.findall(r"`(test_\w+)`", prose(page))) <= known, page
+        assert set(re.findall(r"`(tests/[\w/]+\.py)`", prose(page))) <= files.keys(), page
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= MOST_LINES
