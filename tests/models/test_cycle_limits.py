@@ -1,4 +1,4 @@
-"""Cycles at their limits: calls inside calls, too little memory, decisions of one rank, a whole pipeline."""
+"""Cycles at their limits: calls inside calls, too little memory, decisions of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS, WITHIN
-from helpers import Stack
+from helpers import Stack, twins
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs
@@ -27,13 +27,6 @@ EAGER = {**OPTIONS, "lowering": "eager"}
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def pair(layers: int, seed: int = 0) -> tuple[Stack, Stack]:
-    torch.manual_seed(seed)
-    model, twin = Stack(layers).eval(), Stack(layers).eval()
-    twin.load_state_dict(model.state_dict())
-    return model, twin
 
 
 class Calls(Stack):
@@ -56,10 +49,8 @@ def other() -> Iterator[Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
 
 
 def test_a_call_inside_another_call(other: Callable[..., None]) -> None:
-    inner, inner_twin = pair(2)
-    torch.manual_seed(1)
-    outer, outer_twin = Calls(2).eval(), Calls(2).eval()
-    outer_twin.load_state_dict(outer.state_dict())
+    inner, inner_twin = twins(lambda: Stack(width=64))
+    outer, outer_twin = twins(Calls)
     arena = Arena()
     run_inner, run = (
         torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in (inner, outer)
@@ -78,11 +69,11 @@ def test_a_call_inside_another_call(other: Callable[..., None]) -> None:
 
 def with_biases(layers: int) -> tuple[Stack, Stack]:
     """Small weights, which stay on the device."""
-    model, twin = pair(layers)
-    for m in (model, twin):
+    both = twins(lambda: Stack(layers))
+    for m in both:
         for block in m.blocks:
             block.up.bias = nn.Parameter(torch.ones(block.up.out_features))
-    return model, twin
+    return both
 
 
 def test_a_cycle_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,73 +151,6 @@ def caches_on_a_rank(rank: int) -> None:
 @pytest.mark.long
 def test_step_caches_on_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(caches_on_a_rank)
-
-
-def text_encoder() -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
-    return T5EncoderModel(config)
-
-
-def decoder() -> nn.Module:
-    return diffusers.AutoencoderTiny(
-        **{f"{side}_block_out_channels": (32, 32) for side in ("encoder", "decoder")},
-        num_encoder_blocks=(1, 1),
-        num_decoder_blocks=(1, 1),
-    ).decoder
-
-
-class Pipeline:
-    """Text encoder, transformer and decoder, as a pipeline calls them: encode, some steps, decode."""
-
-    def __init__(self, arena: Arena | None, by_blocks: bool = False) -> None:
-        torch.manual_seed(0)
-        self.encoder, self.transformer, self.decoder = text_encoder().eval(), small_model("wan", SIZE), decoder().eval()
-        self.models = self.encoder, self.transformer, self.decoder
-        if arena is not None:
-            for model in self.models:
-                whole = not (by_blocks and model is self.transformer)
-                compiled = model.compile if whole else model.compile_repeated_blocks
-                compiled(backend="chunkflow", options={**EAGER, "arena": arena})
-
-    def __call__(self, seed: int, steps: int) -> torch.Tensor:
-        inputs = small_inputs("wan", SIZE, seed)
-        text = self.encoder(input_ids=(torch.arange(8) * (seed + 1) % 64)[None]).last_hidden_state
-        latents = inputs["hidden_states"]
-        for step in range(steps):
-            timestep = torch.full_like(inputs["timestep"], 900.0 / (step + 1))
-            latents = latents - 0.1 * self.transformer(latents, timestep, text, return_dict=False)[0]
-        return self.decoder(latents[:, :, 0].contiguous())
-
-
-@pytest.mark.long
-def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
-    arena = Arena()
-    model, twin = Pipeline(arena), Pipeline(None)
-    for seed in range(6):
-        assert torch.equal(model(seed, 1), twin(seed, 1))
-        arena.cycles.wait_planned()
-    route = cycles(model.transformer)[0]
-    newest = [p.measurements[-1] for m in model.models for p in programs(m)]
-    assert len(route.cycle.calls) >= 3 and sum(m.primed_bytes for m in newest) == 0
-    assert sum(m.moved_bytes for m in newest) == route.cycle.plan.moved_bytes > 0
-    for seed in range(4):  # a step is now followed by another, which the cycle does not expect
-        assert torch.equal(model(seed, 3), twin(seed, 3))
-        arena.cycles.wait_planned()
-
-
-def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
-    """The blocks of a step are the inner cycle; encoder and decoder come between two runs of it."""
-    arena = Arena()
-    model, twin = Pipeline(arena, by_blocks=True), Pipeline(None)
-    for seed in range(6):
-        assert torch.equal(model(seed, 4), twin(seed, 4))
-        arena.cycles.wait_planned()
-    lengths = {len(route.cycle.calls) for route in cycles(model.transformer)}
-    assert SIZE.layers in lengths or max(lengths) > SIZE.layers, lengths
-    cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(model.transformer)) for i in (1, 2)]
-    assert cold == [0, 0], "from its second step on, the transformer runs warm"
 
 
 @pytest.mark.long
