@@ -181,21 +181,6 @@ def test_a_pipeline_at_ulysses_2(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_rank)
 
 
-def test_pipelines_that_share_some_components(applied: Applied) -> None:
-    from diffusers import WanPipeline
-
-    pipe, budget = applied()
-    other = apply(WanPipeline(**pipe.components))
-    assert budget_of(other) is budget
-    own = apply(WanPipeline(**{**pipe.components, "vae": small_pipeline("wan", seed=2).vae}))
-    assert "vae" in placed(own) and own.vae is not pipe.vae
-    remove(own)
-    assert "vae" not in placed(own) and placed(pipe) == {*models(pipe)}
-    remove(other)
-    assert torch.equal(WAN.generate(pipe), expected("wan")), "its components are still applied"
-    assert placed(pipe) == {*models(pipe)}
-
-
 IMAGE = {"image": torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1)), "strength": 1.0}
 
 
@@ -227,9 +212,25 @@ def test_a_pipeline_made_from_an_applied_one(again: bool, quiet: None) -> None:
     assert torch.equal(FLUX.generate(made, 0, **IMAGE), want[0])
 
 
-def test_calls_of_a_shallow_copy_that_wait_while_the_pipeline_is_removed(applied: Applied) -> None:
-    """They run one at a time all the same: the scheduler counts the steps of one generation."""
+def test_pipelines_that_share_components(applied: Applied) -> None:
+    from diffusers import WanPipeline
+
     pipe, budget = applied()
+    other = apply(WanPipeline(**pipe.components))
+    assert budget_of(other) is budget
+    own = apply(WanPipeline(**{**pipe.components, "vae": small_pipeline("wan", seed=2).vae}))
+    assert "vae" in placed(own) and own.vae is not pipe.vae
+    remove(own)
+    assert "vae" not in placed(own) and placed(pipe) == {*models(pipe)}
+    remove(other)
+    assert torch.equal(WAN.generate(pipe), expected("wan")), "its components are still applied"
+    assert placed(pipe) == {*models(pipe)}
+    check_calls_that_wait(pipe, budget)
+
+
+def check_calls_that_wait(pipe: Any, budget: Budget) -> None:
+    """Calls of a shallow copy, while the pipeline is removed, run one at a time: the scheduler counts the steps of one
+    generation."""
     other, got = copy.copy(pipe), dict[int, torch.Tensor]()
 
     def tell(*_: Any) -> dict[str, Any]:
