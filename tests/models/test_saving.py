@@ -81,21 +81,19 @@ def test_regions_of_open_sizes_are_found_by_other_sizes(tmp_path: Path) -> None:
         torch._dynamo.reset()
         counters.clear()
         model, twin = twins(lambda: Stack(layers=layers))
-        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=OPTIONS)
         for n in rows:
             x = torch.randn(n, 8)
             torch.testing.assert_close(compiled(x), twin(x))
         return model
 
     with fresh_cache():
-        saved = chunkflow_compile.save(called(2, 4, 6), tmp_path / "regions.zip")
+        saved = chunkflow_compile.save(called(2, 4), tmp_path / "regions.zip")
     with fresh_cache():
         assert chunkflow_compile.load(tmp_path / "regions.zip") == saved
-        called(3, 4, 9, 5)
+        called(3, 9, 5)
         found = counters["aot_autograd"]
-        assert found["autograd_cache_hit"] == 6 and not found["autograd_cache_miss"], (
-            "three regions of each compilation"
-        )
+        assert (found["autograd_cache_hit"], found["autograd_cache_miss"]) == (3, 0)
 
 
 def refuse_to_plan(*_: Any, **__: Any) -> NoReturn:
