@@ -63,7 +63,6 @@ def lengths(count: int) -> list[Size]:
 
 # From a batch of two on, because torch compiles a size of one for itself.
 BATCHES = [replace(at, batch=batch) for at, batch in zip(at_resolutions(4), (2, 3, 5, 2), strict=True)]
-CASES = [(by_kind, at_resolutions(4), "eager") for by_kind in (False, True)]
 LONG = [
     *((by_kind, sizes, "eager") for by_kind in (False, True) for sizes in (at_resolutions(), BATCHES, lengths(20))),
     *((by_kind, at_resolutions(4), "inductor") for by_kind in (False, True)),
@@ -71,7 +70,8 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("by_kind", "sizes", "lowering"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+    ("by_kind", "sizes", "lowering"),
+    [(True, at_resolutions(4), "eager"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
 def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
     """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
@@ -113,6 +113,8 @@ def test_sizes_of_equal_cost_share_a_program() -> None:
         assert torch.equal(whole(x), twin(x))
     found = programs(model)
     assert [len(p.measurements) for p in found] == [1, 4, 1]
+    assert graphs() == 2 and len({id(p.code.regions) for p in found}) == 2, "one for the first size, one for all others"
+    assert all(m.moved_bytes == p.plan.moved_bytes > 0 for p in found for m in p.measurements if not m.primed_bytes)
 
 
 def resolutions_on_a_rank(rank: int) -> None:
@@ -163,7 +165,7 @@ def mochi_inputs(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("by_kind", [False, True])
+@pytest.mark.parametrize("by_kind", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sizes_that_depend_on_data(by_kind: bool, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = diffusers.MochiTransformer3DModel(**MOCHI).eval()
