@@ -137,6 +137,17 @@ def placed(model: Taken, twin: Taken, **options: Any) -> tuple[Taken, Taken]:
     return model, twin
 
 
+def test_without_cycles_each_block_streams_alone() -> None:
+    model, twin = taken(3, disable=["cycle"])
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in twin.blocks]
+    for program, size in zip(programs(model), sizes, strict=True):
+        assert [(m.moved_bytes, m.primed_bytes) for m in program.measurements] == [(size, 0)] * 3
+    assert arena_of(model).nbytes <= max(sizes) and cycles(model) == ()
+
+
 def stacks(*layers: int) -> tuple[list[Any], list[Any]]:
     """Models with weights of their own, and their twins."""
     models, plain = twins(lambda: nn.ModuleList([Stack(n) for n in layers]))

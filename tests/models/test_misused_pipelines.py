@@ -33,6 +33,12 @@ def under_accelerate(pipe: Any) -> None:
     add_hook_to_module(pipe.transformer, ModelHook())
 
 
+def under_bitsandbytes(pipe: Any) -> None:
+    """Which has accelerate put hooks on a model, without device_map."""
+    pipe.transformer.quantization_method, pipe.transformer.is_quantized = "bitsandbytes", True
+    under_accelerate(pipe)
+
+
 def under_group_offloading(pipe: Any) -> None:
     cpu = torch.device("cpu")
     pipe.vae.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
@@ -80,6 +86,7 @@ BEFORE: list[tuple[Change, str]] = [
     (compiled_forward, IS_COMPILED),
     (compiled_in_place, IS_COMPILED),
     (under_accelerate, r"pipe\.transformer .* is under a hook of accelerate.*remove_all_hooks"),
+    (under_bitsandbytes, r"accelerate may put it on models of bitsandbytes\. Call pipe\.remove_all_hooks\(\) first"),
     (under_group_offloading, r"pipe\.vae .* is under diffusers' group offloading"),
     (on_another_device, r"pipe\.transformer .* is on cuda:1: pass device='cuda:1', or move it to the CPU"),
     (without_values, r"pipe\.text_encoder \(UMT5EncoderModel\) has parameters on the meta device"),

@@ -111,20 +111,6 @@ def test_sizes_in_turns_and_a_callback(name: str, applied: Applied) -> None:
         assert told == steps and len(steps) == small.call["num_inference_steps"]
 
 
-def test_the_small_sd35_has_what_sd3_has_not() -> None:
-    """Normed queries and keys, blocks with two attentions, and a step that leaves out a block."""
-    before, blocks = (small_pipeline(name).transformer.transformer_blocks for name in ("sd3", "sd3.5"))
-    assert all(block.attn.norm_q is None and block.attn2 is None for block in before)
-    assert all(block.attn.norm_q is not None and block.attn.norm_added_k is not None for block in blocks)
-    assert [block.attn2 is not None for block in blocks] == [True, True, False]
-    pipe, skipped = small_pipeline("sd3.5"), []
-    pipe.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: skipped.append(kwargs.get("skip_layers")), with_kwargs=True
-    )
-    SMALL_PIPELINES["sd3.5"].generate(pipe)
-    assert skipped == [None, None, [1], None, [1]]
-
-
 def on_rank(rank: int) -> None:
     """Several generations, equal to the plain pipeline on the same ranks; each phase moves what its plan says."""
     os.environ["CHUNKFLOW_PROGRESS"] = "0"

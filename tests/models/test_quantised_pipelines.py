@@ -163,29 +163,6 @@ class Int8Params(nn.Parameter):
 Int8Params.__module__ = "bitsandbytes.nn.modules"
 
 
-@pytest.mark.long
-def test_a_component_that_bitsandbytes_has_placed() -> None:
-    """accelerate puts hooks on it, without device_map: the error says what removes them, and that does."""
-    accelerate = pytest.importorskip("accelerate")
-    pipe, twin = quantised_pair(by_name(Int8Params))
-    pipe.transformer.quantization_method, pipe.transformer.is_quantized = "bitsandbytes", True
-    accelerate.hooks.attach_align_device_hook_on_blocks(pipe.transformer, execution_device={"": "cpu"})
-    with pytest.raises(
-        ChunkflowError,
-        match=r"pipe\.transformer \(WanTransformer3DModel\) is under a hook of accelerate, .*: accelerate may put it on "
-        r"models of bitsandbytes\. Call pipe\.remove_all_hooks\(\) first",
-    ):
-        apply(pipe, **OPTIONS)
-    assert budget_of(pipe) is None
-    pipe.remove_all_hooks()
-    apply(pipe, **{**OPTIONS, "memory": "2MiB"})
-    generate(pipe, twin, generations=1)
-    phase = budget_of(pipe).phase_of(pipe.transformer)
-    assert phase.kept >= sum(t.nbytes for t in leaves_of(phase.root) if isinstance(t, Int8Params)) > 0
-    assert bytes_moved(phase) > 0
-    assert_removed(pipe, twin)
-
-
 def test_what_is_refused_beside_quantised_weights() -> None:
     """Another device, because nothing here moves their scales, which are no parameters; and a cast that would change
     what is beside them.  Other components are cast."""
