@@ -30,6 +30,10 @@ def load(pipe: Any, state: State, name: str) -> None:
     pipe.load_lora_weights({k: v.clone() for k, v in state.items()}, adapter_name=name)
 
 
+def check(pipe: Any, twin: Any, seed: int) -> None:
+    assert torch.allclose(generate(pipe, seed), generate(twin, seed), rtol=0, atol=1e-5)
+
+
 def test_an_applied_pipeline() -> None:
     both = pipe, twin = small_pipeline("flux"), small_pipeline("flux")
     library = Library(twin.transformer)
@@ -50,16 +54,16 @@ def test_an_applied_pipeline() -> None:
     ):
         for p in both:
             change(p)
-        assert torch.allclose(generate(pipe, 1), generate(twin, 1), rtol=0, atol=1e-5)
+        check(pipe, twin, 1)
         assert held(budget) <= budget.usable
     check_threads(pipe, twin)
     for p in both:
         p.delete_adapters("a1")
         p.unload_lora_weights()
-    assert torch.allclose(generate(pipe, 1), generate(twin, 1), rtol=0, atol=1e-5)
+    check(pipe, twin, 1)
     for p in both:
         load(p, library.adapter(3, 8), "again")
-    assert torch.allclose(generate(pipe, 2), generate(twin, 2), rtol=0, atol=1e-5)
+    check(pipe, twin, 2)
     assert graphs() == compiled
     remove(pipe)
     block = pipe.transformer.transformer_blocks[0]
@@ -75,13 +79,7 @@ def check_threads(pipe: Any, twin: Any) -> None:
     for p in (pipe, twin):
         p.set_adapters("a1", 0.25)
     expected = generate(twin, 3)
-    wanted: list[tuple[Any, Any]] = [
-        ("a0", None),
-        ("a1", 0.5),
-        (["a0", "a1"], [0.5, 2.0]),
-        (None, None),
-        ([], None),
-    ]
+    wanted: list[tuple[Any, Any]] = [("a0", None), ("a1", 0.5), (["a0", "a1"], [0.5, 2.0]), (None, None), ([], None)]
     found: dict[int, torch.Tensor] = {}
 
     def request(number: int) -> None:
@@ -146,12 +144,12 @@ def test_a_text_encoder() -> None:
         for p in (pipe, twin):
             load(p, library.adapter(number, rank, ("q_proj", "v_proj")), f"a{number}")
             p.set_adapters(f"a{number}")
-        assert torch.allclose(generate(pipe, 1), generate(twin, 1), rtol=0, atol=1e-5)
+        check(pipe, twin, 1)
     assert not torch.allclose(generate(pipe, 1), generate(small_pipeline("flux"), 1))
     for p in (pipe, twin):
         p.unload_lora_weights()
-    assert torch.allclose(generate(pipe, 1), generate(twin, 1), rtol=0, atol=1e-5)
+    check(pipe, twin, 1)
     for p in (pipe, twin):
         load(p, library.adapter(2, 8, ("q_proj", "v_proj")), "again")
-    assert torch.allclose(generate(pipe, 1), generate(twin, 1), rtol=0, atol=1e-5)
+    check(pipe, twin, 1)
     assert graphs() == compiled
