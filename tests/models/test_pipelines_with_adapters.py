@@ -137,7 +137,8 @@ class Controlled:
 def test_a_controlnet_and_its_transformer(memory: str, size: int, quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Controlled(memory)
     check_both_stay(found, monkeypatch)
-    check_out_of_memory(found)
+    if memory == "2MiB":  # there is less to give way in 1 MiB
+        check_out_of_memory(found)
     check_steps_without_the_controlnet(found, size)
 
 

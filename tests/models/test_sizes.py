@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,12 +37,11 @@ def check(model: Any, twin: nn.Module, inputs: dict[str, Any], tolerance: float 
 
 def turns(model: Any, twin: nn.Module, sizes: Sequence[Size], tolerance: float = 0.0) -> list[int]:
     """Graphs compiled after each call of two turns through ``sizes``."""
-    compiled = []
-    for turn in range(2):
-        for number, size in enumerate(sizes):
-            check(model, twin, small_inputs("wan", size, 100 * turn + number), tolerance)
-            compiled.append(graphs())
-    return compiled
+    made = []
+    for number, size in enumerate([*sizes, *sizes]):
+        check(model, twin, small_inputs("wan", size, number), tolerance)
+        made.append(graphs())
+    return made
 
 
 def at_resolutions(count: int = len(RESOLUTIONS)) -> list[Size]:
@@ -52,8 +50,8 @@ def at_resolutions(count: int = len(RESOLUTIONS)) -> list[Size]:
 
 def compiled(model: nn.Module, by_kind: bool, **options: Any) -> Any:
     if by_kind:
-        return chunkflow_compile.compile(model, **{**EAGER, **options})
-    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, **options})
+        return chunkflow_compile.compile(model, **options)
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
 
 
 def lengths(count: int) -> list[Size]:
@@ -76,7 +74,7 @@ LONG = [
 def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
     """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
     model, twin = (small_model("wan", Size(layers=2 if by_kind else 1)) for _ in range(2))
-    run = compiled(model, by_kind, lowering=lowering)
+    run = compiled(model, by_kind, **{**EAGER, "lowering": lowering})
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         counts = turns(run, twin, sizes, 0.0 if lowering == "eager" else 1e-4)
     assert (by_kind or counts[0] == 1) and counts[0] < counts[1] <= 2 * counts[0]
@@ -135,20 +133,10 @@ def test_resolutions_at_ulysses_2(on_ranks: Callable[..., None]) -> None:
     on_ranks(resolutions_on_a_rank)
 
 
-MOCHI: dict[str, Any] = {
-    "patch_size": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "num_layers": 2,
-    "pooled_projection_dim": 16,
-    "in_channels": 12,
-    "out_channels": None,
-    "qk_norm": "rms_norm",
-    "text_embed_dim": 16,
-    "time_embed_dim": 4,
-    "activation_fn": "swiglu",
-    "max_sequence_length": 16,
-}
+def mochi() -> nn.Module:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "patch_size": 2, "in_channels": 12}
+    text = {"pooled_projection_dim": 16, "text_embed_dim": 16, "time_embed_dim": 4, "max_sequence_length": 16}
+    return diffusers.MochiTransformer3DModel(**heads, **text)
 
 
 def mochi_inputs(seed: int) -> dict[str, Any]:
@@ -167,16 +155,9 @@ def mochi_inputs(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("by_kind", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sizes_that_depend_on_data(by_kind: bool, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model = diffusers.MochiTransformer3DModel(**MOCHI).eval()
-    twin, counts = copy.deepcopy(model), list[int]()
+    (model, twin), counts = twins(mochi), list[int]()
     with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
-        run: Any = model
-        if by_kind:
-            chunkflow_compile.compile(model, min_bytes=256, lowering=lowering)
-        else:
-            options = {"min_bytes": 256, "lowering": lowering}
-            run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+        run = compiled(model, by_kind, min_bytes=256, lowering=lowering)
         for seed in (1, 2, 3, 1, 2, 3) if by_kind else (1, 2, 3):
             check(run, twin, mochi_inputs(seed), 0.0 if lowering == "eager" else 1e-5)
             counts.append(graphs())
