@@ -30,17 +30,6 @@ MIN_BYTES = OPTIONS["min_bytes"]
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def pair(family: str = "wan") -> tuple[nn.Module, nn.Module]:
-    return chunkflow_compile.compile(small_model(family, SIZE), **EAGER), small_model(family, SIZE)
-
-
-def check(model: nn.Module, twin: nn.Module, family: str = "wan", steps: int = 1) -> None:
-    for step in range(steps):
-        inputs = small_inputs(family, SIZE, step)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        programs(model)[0].arena.cycles.wait_planned()
-
-
 LONG = ("flux", "hunyuanvideo", "qwen-image")
 
 
@@ -48,13 +37,17 @@ LONG = ("flux", "hunyuanvideo", "qwen-image")
     "family", [pytest.param(f, marks=pytest.mark.long if f in LONG else ()) for f in sorted(SMALL_MODELS)]
 )
 def test_a_kind_is_compiled_once(family: str) -> None:
-    model, twin = pair(family)
+    model, twin = small_model(family, SIZE), small_model(family, SIZE)
+    chunkflow_compile.compile(model, **EAGER)
     blocks = repeated_blocks(twin)
     parts = parts_of(twin, blocks.values(), MIN_BYTES)
     covered = [m for part in (*blocks.values(), *parts.values()) for m in part.modules()]
     assert {type(b).__name__ for b in blocks.values()} <= set(twin._repeated_blocks)  # type: ignore[arg-type]
     assert set(twin._repeated_blocks) <= {type(m).__name__ for m in covered}  # type: ignore[arg-type]
-    check(model, twin, family, 6)
+    for step in range(6):
+        inputs = small_inputs(family, SIZE, step)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        programs(model)[0].arena.cycles.wait_planned()
     once = len(kinds_of(blocks)) + sum(layers_of(part, MIN_BYTES) is None for part in parts.values())
     assert once <= graphs() <= once + 1, "the first single block gets a slice, with other strides"
     route = cycles(model)[0]
@@ -93,17 +86,13 @@ def test_a_counter_in_each_block_is_found(caplog: pytest.LogCaptureFixture) -> N
         chunkflow_compile.compile(model, **EAGER)
     assert "The 10 blocks of Block differ in layer_idx, which their code reads" in caplog.text
     check_steps(model, twin, 3, (4, 32))
-    if (
-        "recompile_limit" in inspect.signature(torch.compile).parameters
-    ):  # before 2.13, blocks beyond the limit run eagerly
+    # Before 2.13, blocks beyond the limit run eagerly.
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
         assert len(programs(model)) == 10 and all(p.plan.moved_bytes for p in programs(model))
 
 
 def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
-    twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         assert chunkflow_compile.compile(model, **{**EAGER, "group_bytes": 1, "slowdown": 1000.0}) is model
     assert [r.message for r in caplog.records] == ["Sequential has no repeated blocks: it is compiled whole"]
@@ -124,9 +113,8 @@ def test_a_mode_and_options_go_to_inductor_together(monkeypatch: pytest.MonkeyPa
     model, twin = twins(lambda: Stack(2))
     given = {**OPTIONS, "inductor": {"max_fusion_size": 8}}
     chunkflow_compile.compile(model, mode="max-autotune-no-cudagraphs", **given)
-    for _ in range(2):
-        x = torch.randn(4, 8)
-        torch.testing.assert_close(model(x), twin(x))
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(model(x), twin(x))
     assert patches and all(p["max_autotune"] and p["max_fusion_size"] == 8 for p in patches)
     assert programs(model)[0].plan.moved_bytes > 0
 
@@ -146,53 +134,40 @@ class Odd(Stack):
         return found
 
 
-def test_progress_ends_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [Odd(), Odd(), Odd(fails=True), Odd()]
-    for model in models:
-        chunkflow_compile.compile(model.eval(), **{**OPTIONS, "min_bytes": 64})
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    for model in models[:3]:
-        with pytest.raises(ValueError) if model.fails else nullcontext():
+def progress(patch: pytest.MonkeyPatch, model: nn.Module, options: Any = EAGER, terminal: bool = True) -> str:
+    """What is shown while a model is compiled and called.  Other compilations are not shown afterwards."""
+    shown = Terminal(terminal)
+    patch.setattr(sys, "stderr", shown)
+    chunkflow_compile.compile(model.eval(), **options)
+    for _ in range(2):
+        with pytest.raises(ValueError) if getattr(model, "fails", False) else nullcontext():
             model(torch.randn(4, 8))
-    chunkflow_compile.restore(models[3])  # never called
-    assert "chunkflow: tracing" in shown.getvalue()
     before = shown.getvalue()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert shown.getvalue() == before
-    assert not callback_handler.start_callbacks
-
-
-def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(shown: Terminal, model: nn.Module | None = None) -> None:
-        chunkflow_compile.compile(model := (model or Stack(3)).eval(), **OPTIONS)
-        monkeypatch.setattr(sys, "stderr", shown)
-        for _ in range(2):
-            model(torch.randn(4, 8))
-
-    shown, hidden, file, whole = Terminal(), Terminal(), Terminal(terminal=False), Terminal()
-    run(shown)
-    for said in ("tracing", "planning", "lowering region 1 of"):
-        assert f"chunkflow: {said}" in shown.getvalue()
-    assert "(part 1 of 1)" in shown.getvalue()
-    before = shown.getvalue()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert shown.getvalue() == before, "other compilations are not shown"
+    assert shown.getvalue() == before and not callback_handler.start_callbacks
     torch._dynamo.reset()
-    run(file)
-    assert "chunkflow:" not in file.getvalue()
-    run(whole, nn.Sequential(nn.Linear(8, 8)))
-    assert "chunkflow: lowering region 1 of 1 (part 1 of 1)" in whole.getvalue()
+    return before
+
+
+def test_progress_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first one to the last, or to the end of a call that fails, on a terminal."""
+    never_called = chunkflow_compile.compile(Odd().eval(), **EAGER)
+    shown = progress(monkeypatch, Stack(3), OPTIONS)
+    for said in ("tracing", "planning", "lowering region 1 of"):
+        assert f"chunkflow: {said}" in shown
+    assert "(part 1 of 1)" in shown
+    whole = progress(monkeypatch, nn.Sequential(nn.Linear(8, 8)), OPTIONS)
+    assert "chunkflow: lowering region 1 of 1 (part 1 of 1)" in whole
+    for fails in (False, True):
+        assert "chunkflow: tracing" in progress(monkeypatch, Odd(fails), {**EAGER, "min_bytes": 64})
+    chunkflow_compile.restore(never_called)
+    assert progress(monkeypatch, Stack(3), terminal=False) == ""
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    run(hidden)
-    assert "chunkflow:" not in hidden.getvalue()
+    assert progress(monkeypatch, Stack(3)) == ""
 
 
 def test_blocks_of_a_list_of_one_stage() -> None:
-    stage = nn.Module()
-    stage.blocks = Stack(3).blocks
-    model = nn.Module()
-    model.stages = nn.ModuleList([stage])
+    model = nn.ModuleDict({"stages": nn.ModuleList([Stack(3)])})
     assert list(repeated_blocks(model)) == [f"stages.0.blocks.{n}" for n in range(3)]
 
 
@@ -201,7 +176,6 @@ class Pairs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.layers = nn.ModuleList([nn.ModuleList([Block(2), nn.Linear(32, 32)]) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,16 +186,15 @@ class Pairs(nn.Module):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_blocks_of_lists_in_a_list(whole: bool) -> None:
-    model, twin = Pairs().eval(), Pairs().eval()
+    model, twin = twins(Pairs)
+    options = {**EAGER, "min_bytes": 1024}
     if whole:
-        model.compile(backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": 1024})
+        model.compile(backend="chunkflow", fullgraph=True, options=options)
     else:
-        chunkflow_compile.compile(model, **{**EAGER, "min_bytes": 1024})
+        chunkflow_compile.compile(model, **options)
     check_steps(model, twin, 3, (4, 32))
-    if whole:
-        (program,) = programs(model)
-        assert {r.block for r in program.program.problem.regions} == {
-            f"layers.{n}.{m}" for n in range(3) for m in (0, 1)
-        }
+    found = programs(model)
     assert graphs() == (1 if whole else 2), "one of each kind, also of torch's own modules"
-    assert all(p.measurements[-1].moved_bytes > 0 for p in programs(model))
+    assert all(p.measurements[-1].moved_bytes > 0 for p in found)
+    blocks = {region.block for region in found[0].program.problem.regions}
+    assert not whole or blocks == {f"layers.{n}.{m}" for n in range(3) for m in (0, 1)}

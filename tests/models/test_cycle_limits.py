@@ -1,4 +1,4 @@
-"""Cycles at their limits: calls inside calls, too little memory, decisions of one rank, a whole pipeline."""
+"""Cycles at their limits: calls inside calls, too little memory, decisions of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS, WITHIN
-from helpers import Stack
+from helpers import Stack, twins
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs
@@ -27,13 +26,6 @@ EAGER = {**OPTIONS, "lowering": "eager"}
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def pair(layers: int, seed: int = 0) -> tuple[Stack, Stack]:
-    torch.manual_seed(seed)
-    model, twin = Stack(layers).eval(), Stack(layers).eval()
-    twin.load_state_dict(model.state_dict())
-    return model, twin
 
 
 class Calls(Stack):
@@ -56,10 +48,8 @@ def other() -> Iterator[Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
 
 
 def test_a_call_inside_another_call(other: Callable[..., None]) -> None:
-    inner, inner_twin = pair(2)
-    torch.manual_seed(1)
-    outer, outer_twin = Calls(2).eval(), Calls(2).eval()
-    outer_twin.load_state_dict(outer.state_dict())
+    inner, inner_twin = twins(lambda: Stack(width=64))
+    outer, outer_twin = twins(Calls)
     arena = Arena()
     run_inner, run = (
         torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in (inner, outer)
@@ -78,11 +68,11 @@ def test_a_call_inside_another_call(other: Callable[..., None]) -> None:
 
 def with_biases(layers: int) -> tuple[Stack, Stack]:
     """Small weights, which stay on the device."""
-    model, twin = pair(layers)
-    for m in (model, twin):
+    both = twins(lambda: Stack(layers))
+    for m in both:
         for block in m.blocks:
             block.up.bias = nn.Parameter(torch.ones(block.up.out_features))
-    return model, twin
+    return both
 
 
 def test_a_cycle_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,108 +124,26 @@ def test_memory_counts_what_a_program_does_not_read() -> None:
 
 
 def caches_on_a_rank(rank: int) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    model = small_model("wan", SIZE)
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))  # type: ignore[operator]
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    enable_ulysses(model, 2)
     model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
-    inputs = small_inputs("wan", SIZE, 0)
     said = "FirstBlockCache compares activations, of which each rank has its own part"
     with pytest.raises(Exception, match=said), model.cache_context("cond"):  # type: ignore[operator]
-        model(**inputs)
-    model.disable_cache()  # type: ignore[operator]
-    torch._dynamo.reset()
-    for m in (model, twin):
-        m.enable_cache(diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1))  # type: ignore[operator]
-    for step in range(6):
-        inputs = small_inputs("wan", SIZE, step)
-        outputs = []
-        for m in (model, twin):
-            with m.cache_context("cond"):  # type: ignore[operator]
-                outputs.append(m(**inputs)[0])
-        assert torch.equal(*outputs)
-    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
+        model(**small_inputs("wan", SIZE, 0))
 
 
 @pytest.mark.long
-def test_step_caches_on_two_ranks(on_ranks: Callable[..., None]) -> None:
+def test_a_step_cache_that_decides_on_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(caches_on_a_rank)
-
-
-def text_encoder() -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
-    return T5EncoderModel(config)
-
-
-def decoder() -> nn.Module:
-    return diffusers.AutoencoderTiny(
-        **{f"{side}_block_out_channels": (32, 32) for side in ("encoder", "decoder")},
-        num_encoder_blocks=(1, 1),
-        num_decoder_blocks=(1, 1),
-    ).decoder
-
-
-class Pipeline:
-    """Text encoder, transformer and decoder, as a pipeline calls them: encode, some steps, decode."""
-
-    def __init__(self, arena: Arena | None, by_blocks: bool = False) -> None:
-        torch.manual_seed(0)
-        self.encoder, self.transformer, self.decoder = text_encoder().eval(), small_model("wan", SIZE), decoder().eval()
-        self.models = self.encoder, self.transformer, self.decoder
-        if arena is not None:
-            for model in self.models:
-                whole = not (by_blocks and model is self.transformer)
-                compiled = model.compile if whole else model.compile_repeated_blocks
-                compiled(backend="chunkflow", options={**EAGER, "arena": arena})
-
-    def __call__(self, seed: int, steps: int) -> torch.Tensor:
-        inputs = small_inputs("wan", SIZE, seed)
-        text = self.encoder(input_ids=(torch.arange(8) * (seed + 1) % 64)[None]).last_hidden_state
-        latents = inputs["hidden_states"]
-        for step in range(steps):
-            timestep = torch.full_like(inputs["timestep"], 900.0 / (step + 1))
-            latents = latents - 0.1 * self.transformer(latents, timestep, text, return_dict=False)[0]
-        return self.decoder(latents[:, :, 0].contiguous())
-
-
-@pytest.mark.long
-def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
-    arena = Arena()
-    model, twin = Pipeline(arena), Pipeline(None)
-    for seed in range(6):
-        assert torch.equal(model(seed, 1), twin(seed, 1))
-        arena.cycles.wait_planned()
-    route = cycles(model.transformer)[0]
-    newest = [p.measurements[-1] for m in model.models for p in programs(m)]
-    assert len(route.cycle.calls) >= 3 and sum(m.primed_bytes for m in newest) == 0
-    assert sum(m.moved_bytes for m in newest) == route.cycle.plan.moved_bytes > 0
-    for seed in range(4):  # a step is now followed by another, which the cycle does not expect
-        assert torch.equal(model(seed, 3), twin(seed, 3))
-        arena.cycles.wait_planned()
-
-
-def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
-    """The blocks of a step are the inner cycle; encoder and decoder come between two runs of it."""
-    arena = Arena()
-    model, twin = Pipeline(arena, by_blocks=True), Pipeline(None)
-    for seed in range(6):
-        assert torch.equal(model(seed, 4), twin(seed, 4))
-        arena.cycles.wait_planned()
-    lengths = {len(route.cycle.calls) for route in cycles(model.transformer)}
-    assert SIZE.layers in lengths or max(lengths) > SIZE.layers, lengths
-    cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(model.transformer)) for i in (1, 2)]
-    assert cold == [0, 0], "from its second step on, the transformer runs warm"
 
 
 @pytest.mark.long
 def test_a_process_that_exits_while_a_cycle_is_planned(tmp_path: Path) -> None:
-    """It ends at once and without an abort: planning stops at its next pause."""
+    """Without an abort: planning stops at its next pause."""
     script = tmp_path / "exits.py"
     script.write_text(
         """
-import time
 import torch
 from chunkflow_compile import offload, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
@@ -249,13 +157,10 @@ with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=99):
         model(**small_inputs("wan", size, seed))
 job = programs(model)[0].arena.cycles._job
 assert job is not None and job.thread.is_alive()
-print(time.monotonic())
 """
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=2 * WITHIN)
-    ended = time.monotonic()
     assert done.returncode == 0, done.stderr
-    assert ended - float(done.stdout) < 5
 
 
 def test_models_whose_roots_are_gone_have_budgets_of_their_own() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS, WITHIN
-from helpers import Broken, Stack
+from helpers import Broken, Stack, check_steps, twins
 from torch import nn
 
 from chunkflow_compile import Arena, cycles, explain, offload, programs, restore
@@ -27,10 +27,13 @@ from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
 EAGER = {**OPTIONS, "lowering": "eager"}
-LONG = [pytest.param(*case, marks=pytest.mark.long) for case in (("wan", False), ("flux", True))]
-
-
 pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def compiled(model: nn.Module, arena: Arena) -> nn.Module:
+    """Compile a model whole, in place."""
+    model.compile(backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena})
+    return model
 
 
 def arena_of(*models: nn.Module) -> Arena:
@@ -62,9 +65,7 @@ def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Bo
     return route
 
 
-@pytest.mark.parametrize(
-    ("family", "placed"), [("wan", True), pytest.param("flux", False, marks=pytest.mark.long), *LONG]
-)
+@pytest.mark.parametrize(("family", "placed"), [("wan", True), pytest.param("flux", False, marks=pytest.mark.long)])
 def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool) -> None:
     model, twin = small_model(family, SIZE), small_model(family, SIZE)
     if placed:
@@ -126,37 +127,80 @@ class Taken(nn.Module):
 
 
 def taken(layers: int = 5, **options: Any) -> tuple[Taken, Taken]:
-    torch.manual_seed(0)
-    model = Taken(layers).eval()
-    torch.manual_seed(0)
-    twin = Taken(layers).eval()
+    return placed(*twins(lambda: Taken(layers)), **options)
+
+
+def placed(model: Taken, twin: Taken, **options: Any) -> tuple[Taken, Taken]:
     offload(model, min_bytes=MIN_BYTES)
     for block in model.blocks:
         block.compile(backend="chunkflow", options={**EAGER, **options})
     return model, twin
 
 
+def test_without_cycles_each_block_streams_alone() -> None:
+    model, twin = taken(3, disable=["cycle"])
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in twin.blocks]
+    for program, size in zip(programs(model), sizes, strict=True):
+        assert [(m.moved_bytes, m.primed_bytes) for m in program.measurements] == [(size, 0)] * 3
+    assert arena_of(model).nbytes <= max(sizes) and cycles(model) == ()
+
+
+def stacks(*layers: int) -> tuple[list[Any], list[Any]]:
+    """Models with weights of their own, and their twins."""
+    models, plain = twins(lambda: nn.ModuleList([Stack(n) for n in layers]))
+    return [*models], [*plain]
+
+
 def test_models_in_one_arena_run_as_a_cycle() -> None:
-    """A text encoder, a transformer and a decoder."""
-    arena = Arena()
-    made = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        made.append([Stack(n).eval() for n in (2, 4, 3)])
-    models, twins = made
-    runs = [torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in models]
-    for _i in range(8):
-        for run, twin in zip(runs, twins, strict=True):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
+    """A text encoder, a transformer and a decoder, which is dropped in the end."""
+    arena, (models, plain) = Arena(), stacks(2, 4, 3)
+    for model in models:
+        compiled(model, arena)
+
+    def generate() -> None:
+        for model, twin in zip(models, plain, strict=False):
+            check_steps(model, twin, 1)
         arena.cycles.wait_planned()
+
+    for _ in range(8):
+        generate()
     route = cycles(models[0])[0]
     assert len(route.cycle.calls) == 3 and all(primed(m) == 0 for m in models)
     restore(models[1])
-    x = torch.randn(4, 8)
-    assert torch.equal(models[1](x), twins[1](x))
-    for run, twin in zip(runs, twins, strict=True):
-        assert torch.equal(run(x), twin(x))
+    check_steps(models[1], plain[1], 1)
+    generate()
+    del model, models[2]
+    torch._dynamo.reset()
+    for _ in range(3):
+        generate()
+    assert all(route.lasts for route in cycles(models[0])), "one was dropped in the middle of the cycle"
+
+
+def test_blocks_between_other_models_in_one_arena() -> None:
+    """The blocks of a step are the inner cycle; an encoder and a decoder come between two runs of it."""
+    arena, (models, plain) = Arena(), stacks(2, 3, 2)
+    for model in (models[0], models[2]):
+        compiled(model, arena)
+    for block in offload(models[1], min_bytes=MIN_BYTES).blocks:
+        compiled(block, arena)
+
+    def generate(parts: Any, x: torch.Tensor) -> torch.Tensor:
+        encoder, transformer, decoder = parts
+        x = encoder(x)
+        for _ in range(4):
+            x = x - 0.1 * transformer(x)
+        return decoder(x)
+
+    for _ in range(6):
+        x = torch.randn(4, 8)
+        assert torch.equal(generate(models, x), generate(plain, x))
+        arena.cycles.wait_planned()
+    assert 3 in {len(route.cycle.calls) for route in cycles(models[1])}
+    cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(models[1])) for i in (1, 2)]
+    assert cold == [0, 0], "from its second step on, the transformer runs warm"
 
 
 def test_weights_that_change_in_the_middle_of_a_cycle() -> None:
@@ -191,8 +235,7 @@ def test_weights_that_change_before_a_call_of_another_size() -> None:
         step(6 + 2 * i)
 
 
-@pytest.mark.parametrize("when", [0, 5])
-def test_weights_of_one_region_that_change_places(when: int) -> None:
+def test_weights_of_one_region_that_change_places() -> None:
     """While the cycle is planned, and while it runs: the call reads the same weights, each for another purpose."""
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
@@ -200,7 +243,7 @@ def test_weights_of_one_region_that_change_places(when: int) -> None:
     for i in range(9):
         inputs = small_inputs("wan", SIZE, i)
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        if i == when:
+        if i in (0, 5):
             for m in (model, twin):
                 attention: Any = m.blocks[1].attn1  # type: ignore[union-attr, index]
                 attention.to_q, attention.to_k = attention.to_k, attention.to_q
@@ -211,44 +254,20 @@ def test_weights_of_one_region_that_change_places(when: int) -> None:
 
 def test_a_tied_weight_and_one_on_the_device() -> None:
     """What stays is settled for the weights of each call, not for those of the block that was compiled first."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        found = Taken(5).eval()
+
+    def made() -> Taken:
+        found = Taken(5)
         found.blocks[3].up.weight = found.blocks[2].up.weight
         found.blocks[4].down.weight = nn.Parameter(found.blocks[4].down.weight[:, ::2].repeat_interleave(2, 1).t())
         found.blocks[4].down.weight = nn.Parameter(found.blocks[4].down.weight.t())  # other strides
-        made.append(found)
-    model, twin = made
-    offload(model, min_bytes=MIN_BYTES)
-    for block in model.blocks:
-        block.compile(backend="chunkflow", options=EAGER)
-    for _i in range(6):
+        return found
+
+    model, twin = placed(*twins(made))
+    for _ in range(6):
         x = torch.randn(4, 32)
         assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
         learn(model)
     assert primed(model) == 0 and cycles(model)
-
-
-def test_a_model_that_is_dropped_in_the_middle_of_a_cycle() -> None:
-    arena = Arena()
-    models = [Stack(n).eval() for n in (2, 3)]
-    twins = [Stack(n).eval() for n in (2, 3)]
-    for model, twin in zip(models, twins, strict=True):
-        twin.load_state_dict(model.state_dict())
-    runs = [torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in models]
-    for _ in range(4):
-        for run, twin in zip(runs, twins, strict=True):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
-        arena.cycles.wait_planned()
-    assert cycles(models[0])
-    del runs[1], models[1], run, model
-    torch._dynamo.reset()
-    run = torch.compile(models[0], backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena})
-    for _ in range(3):
-        assert torch.equal(run(x), twins[0](x))
-    assert all(route.lasts for route in cycles(models[0]))
 
 
 @pytest.mark.parametrize("call", range(3))
@@ -310,13 +329,10 @@ def test_two_threads_on_one_arena() -> None:
     """Each call that the cycle does not expect is a jump."""
     arena = Arena()
     pairs = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model, twin = Taken(3).eval(), Taken(3).eval()
-        twin.load_state_dict(model.state_dict())
-        offload(model, min_bytes=MIN_BYTES)
-        for block in model.blocks:
-            block.compile(backend="chunkflow", options={**EAGER, "arena": arena})
+    for factor in (1, 2):
+        model, twin = taken(3, arena=arena)
+        for m in (model, twin):
+            m.blocks[1].up.weight.mul_(factor)
         for _ in range(3):
             x = torch.randn(4, 32)
             assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
@@ -376,13 +392,14 @@ def test_a_cycle_is_explained_call_by_call(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
     """``plan --regional`` cuts the blocks out of the whole model; the cycle is joined from blocks."""
-    whole = small_model("wan", SIZE)
-    torch.compile(whole, backend="chunkflow", fullgraph=True, options=EAGER)(**small_inputs("wan", SIZE, 0))
+    size = Size(layers=2)
+    whole = small_model("wan", size)
+    torch.compile(whole, backend="chunkflow", fullgraph=True, options=EAGER)(**small_inputs("wan", size, 0))
     planned = programs(whole)[0].program.problem.in_blocks
-    model = small_model("wan", SIZE)
+    model = small_model("wan", size)
     model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
     for i in range(3):
-        model(**small_inputs("wan", SIZE, i))
+        model(**small_inputs("wan", size, i))
         learn(model)
     (route,) = cycles(model)
     found = route.cycle.problem
@@ -392,15 +409,8 @@ def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
 
 
 def test_a_program_that_streams_nothing_leaves_the_arena_to_the_cycle() -> None:
-    torch.manual_seed(0)
-    model, twin = Broken().eval(), Broken().eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(Broken)
     offload(model, min_bytes=MIN_BYTES)
     run = torch.compile(model, backend="chunkflow", options=EAGER)
-
-    def step(_: int) -> None:
-        x = torch.randn(4, 8)
-        assert torch.equal(run(x), twin(x))
-
-    settled(model, step)
+    settled(model, lambda _: check_steps(run, twin, 1))
     assert len(programs(model)) == 3

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import stream_inside
 
-SIZES = {"wan": Size(layers=3), "flux": Size(layers=3, singles=1)}
+WAN = Size(layers=3)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 STEPS = 3
@@ -56,24 +56,23 @@ def has_one_copy(model: nn.Module) -> None:
     assert len(files) == 1 and everywhere(files) == [files] * dist.get_world_size()
 
 
-def guided(name: str, size: Size, mesh: DeviceMesh, inside: bool) -> None:
+def guided(rank: int) -> None:
     """A denoising loop with guidance, a branch on each Ulysses group, beside one rank with both in a batch."""
+    mesh, size = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), Size(layers=1)
     branch = mesh.get_local_rank("cfg")
-    model, alone = small_model(name, size), small_model(name, size)
+    model, alone = small_model("wan", size), small_model("wan", size)
     enable_ulysses(model, group=mesh["ulysses"])
     offload(model, min_bytes=LEAST, share=True)
     has_one_copy(model)
-    whole = Joined(model, mesh["cfg"].get_group()) if inside else model
+    whole = Joined(model, mesh["cfg"].get_group())
     run = torch.compile(whole, backend="chunkflow", fullgraph=True, options=OPTIONS)
     latents = None
     for step in range(STEPS):
-        inputs = small_inputs(name, replace(size, batch=2), step)
+        inputs = small_inputs("wan", replace(size, batch=2), step)
         if latents is not None:
             inputs["hidden_states"] = latents.repeat_interleave(2, 0)
         mine = {k: v[branch : branch + 1] if torch.is_tensor(v) and len(v) == 2 else v for k, v in inputs.items()}
         got = run(**mine)
-        if not inside:
-            got = funcol.all_gather_tensor(got[0].contiguous(), 0, mesh["cfg"].get_group())
         torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
         without, given = got.chunk(2)
         assert not torch.equal(without, given)
@@ -91,7 +90,7 @@ def refused(rank: int) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank == 3:
-        model = small_model("wan", SIZES["wan"])
+        model = small_model("wan", WAN)
         for degree, group, said in (
             (3, None, "groups of 3, and 3 does not divide 4, the number of ranks"),
             (0, None, "a degree is a number of ranks, 1 or more, and not 0"),
@@ -115,47 +114,33 @@ def refused(rank: int) -> None:
 
 def apart(rank: int) -> None:
     """The groups run other models and skip other blocks."""
-    name = "flux" if rank > 1 else "wan"
-    model, twin = small_model(name, SIZES[name]), small_model(name, SIZES[name])
+    second = rank > 1
+    size = Size(layers=3, head_dim=8) if second else Size(layers=3)
+    model, twin = small_model("wan", size), small_model("wan", size)
     for m in (model, twin):
         enable_ulysses(m, 2)
-    if rank < 2:
-        enable_ulysses(small_model(name, SIZES[name]), 2)  # the other group has no third model
-    blocks = "transformer_blocks" if rank > 1 else "blocks"
-    offload(model, min_bytes=SLOW["min_bytes"])
-    for block in getattr(model, blocks):
+    if not second:
+        enable_ulysses(small_model("wan", size), 2)  # the other group has no third model
+    offload(model, min_bytes=LEAST)
+    for block in model.blocks:  # type: ignore[union-attr]
         block.compile(backend="chunkflow", fullgraph=True, options={**SLOW, "lowering": "eager"})
-
-    def step(seed: int) -> None:
-        inputs = small_inputs(name, SIZES[name], seed + rank // 2)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-
-    def order(*kept: int) -> None:
+    for seed, kept in enumerate(((0, 1, 2), (0, 1) if second else (0, 2))):
         for m in (model, twin):
-            setattr(m, blocks, nn.ModuleList(all_blocks[m][i] for i in kept))
-
-    all_blocks = {m: list(getattr(m, blocks)) for m in (model, twin)}
-    step(0)
-    order(*((0, 2) if rank < 2 else (0, 1)))
-    step(10)
+            m.blocks = nn.ModuleList(m.blocks[i] for i in kept)  # type: ignore[index]
+        inputs = small_inputs("wan", size, 10 * seed + rank // 2)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
     dist.barrier()
 
 
 def on_rank(rank: int) -> None:
     refused(rank)
-    guided("wan", Size(layers=1), init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), inside=True)
+    guided(rank)
     apart(rank)
 
 
 def test_four_ranks_as_two_groups(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_rank, world=4)
-
-
-def joined_outside(rank: int) -> None:
-    """The other way round: ranks 0 and 2 share a sequence, and the branches are joined beside the program."""
-    for name in SIZES:
-        guided(name, SIZES[name], init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
 
 
 def with_its_sum(ctx: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> Any:
@@ -171,7 +156,7 @@ def streams(model: nn.Module, twin: nn.Module, alone: nn.Module | None = None, s
     offload(model, min_bytes=LEAST, share=share)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     for step in range(STEPS):
-        inputs = small_inputs("wan", SIZES["wan"], step)
+        inputs = small_inputs("wan", WAN, step)
         got = run(**inputs)[0]
         assert torch.equal(got, twin(**inputs)[0])
         if alone is not None:
@@ -185,7 +170,7 @@ def ring(rank: int) -> None:
     from diffusers.models import attention_dispatch
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    model, twin, alone = (small_model("wan", SIZES["wan"]) for _ in range(3))
+    model, twin, alone = (small_model("wan", WAN) for _ in range(3))
     for m in (model, twin):
         for module in m.modules():
             if hasattr(getattr(module, "processor", None), "_attention_backend"):
@@ -200,7 +185,7 @@ def ring(rank: int) -> None:
 def with_tensor_parallelism(rank: int) -> None:
     """Ulysses groups of ranks with the same shards, which they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
-    model, twin = small_model("wan", SIZES["wan"]), small_model("wan", SIZES["wan"])
+    model, twin = small_model("wan", WAN), small_model("wan", WAN)
     plan = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     for m in (model, twin):
         for block in m.blocks:  # type: ignore[union-attr]
@@ -212,50 +197,48 @@ def with_tensor_parallelism(rank: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("work", [joined_outside, ring, with_tensor_parallelism])
+@pytest.mark.parametrize("work", [ring, with_tensor_parallelism])
 def test_other_groups(work: Callable[[int], None], on_ranks: Callable[..., None]) -> None:
     if work is with_tensor_parallelism and not stream_inside():
         pytest.skip("needs torch 2.13")
     on_ranks(work, world=4)
 
 
-def uneven_on_a_rank(rank: int, ways: list[tuple[str, str]]) -> None:
+WAYS = ("eager", "whole", "in parts", "symbolic")
+
+
+def uneven_on_a_rank(rank: int, name: str, ways: tuple[str, ...]) -> None:
     """An error with both numbers, eagerly and from under Dynamo."""
     size = Size(layers=1, singles=1, frames=1, height=6, width=10)  # 15 tokens of an image
-    for given, how in ways:
+    even, uneven = replace(size, height=8, text=8), replace(size, text=5) if name == "flux" else size
+    tokens, near = (5, "4 or 6") if name == "flux" else (15, "14 or 16")
+    for how in ways:
         torch._dynamo.reset()  # the first graph of each model is the first of its code
-        model, twin = small_model(given, size), small_model(given, size)
-        uneven = replace(size, text=5) if given == "flux" else size
+        model, twin = small_model(name, size), small_model(name, size)
         for m in (model, twin):
             enable_ulysses(m, 2)
-        tokens, near = (5, "4 or 6") if given == "flux" else (15, "14 or 16")
         run: Any = model
         if how != "eager":
-            options, dynamic = {**SLOW, "lowering": "eager"}, True if how == "symbolic" else None
-            whole = how != "in parts"
-            run = torch.compile(model, backend="chunkflow", fullgraph=whole, dynamic=dynamic, options=options)
-        even, before = replace(size, height=8, text=8), graphs()
+            dynamic, options = True if how == "symbolic" else None, {**SLOW, "lowering": "eager"}
+            run = torch.compile(
+                model, backend="chunkflow", fullgraph=how != "in parts", dynamic=dynamic, options=options
+            )
+        before = graphs()
         with torch.no_grad():
             for step in range(4):
                 if step == 3:
-                    made = (graphs() - before, len(programs(model)))
-                    assert how == "eager" or made == (1, 1), "the check costs no graph"
                     with pytest.raises(ChunkflowError, match=rf"2 equal parts, and {tokens} tokens .*there are {near}"):
-                        run(**small_inputs(given, uneven, 0))
-                inputs = small_inputs(given, even, step)
-                torch.testing.assert_close(run(**inputs)[0], twin(**inputs)[0], atol=0, rtol=0)
+                        run(**small_inputs(name, uneven, 0))
+                inputs = small_inputs(name, even, step)
+                assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+        made = (graphs() - before, len(programs(model)))
+        assert made == ((0, 0) if how == "eager" else (1, 1)), "the check costs no graph"
     with pytest.raises(
         ChunkflowError, match=r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
     ):
         enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [
-        [("wan", "eager"), ("wan", "whole")],
-        pytest.param([("flux", "in parts"), ("flux", "symbolic")], marks=pytest.mark.long),
-    ],
-)
-def test_what_the_degree_does_not_divide(on_ranks: Callable[..., None], ways: list[tuple[str, str]]) -> None:
-    on_ranks(uneven_on_a_rank, ways)
+@pytest.mark.parametrize(("name", "ways"), [("wan", WAYS[:2]), pytest.param("flux", WAYS[2:], marks=pytest.mark.long)])
+def test_what_the_degree_does_not_divide(on_ranks: Callable[..., None], name: str, ways: tuple[str, ...]) -> None:
+    on_ranks(uneven_on_a_rank, name, ways)

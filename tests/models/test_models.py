@@ -23,7 +23,7 @@ from chunkflow_compile.weights.leaves import tensors_of
 STEPS = 4
 # Inductor takes half a minute for the regions of a family: make test compiles one family on one rank and runs one on two
 # without Inductor, make test-all the others, and all on two ranks.
-SHORT = {("wan", "eager", 1), ("flux", "eager", 1), ("wan", "inductor", 1), ("wan", "eager", 2)}
+SHORT = {("flux", "eager", 1), ("wan", "inductor", 1), ("wan", "eager", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
     for case in itertools.product(sorted(SMALL_MODELS), ("eager", "inductor"), (1, 2))

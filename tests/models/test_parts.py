@@ -1,10 +1,9 @@
-"""Models that run in parts: blocks compiled one by one, graph breaks, step caches, frames without weights."""
+"""Models that run in parts: graph breaks, step caches, frames without weights."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
 
 import diffusers
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import chunkflow_compile
-from chunkflow_compile import cycles, offload, programs, restore
+from chunkflow_compile import cycles, offload, programs
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
@@ -36,35 +35,6 @@ def large_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters() if p.nbytes >= MIN_BYTES)
 
 
-@pytest.mark.parametrize(("family", "placed"), [("wan", True), pytest.param("flux", False, marks=pytest.mark.long)])
-def test_blocks_compiled_one_by_one(family: str, placed: bool) -> None:
-    model, twin = pair(family)
-    blocks = [b for held in model.modules() if isinstance(held, nn.ModuleList) for b in held if hasattr(b, "attn")]
-    blocks = blocks or list(model.blocks)  # type: ignore[arg-type]
-    sizes = [large_bytes(b) for b in blocks]
-    if placed:
-        offload(model, min_bytes=MIN_BYTES)
-    options = {**EAGER, "disable": ["cycle"]}  # see test_cycles.py
-    model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
-    for step in range(3):
-        inputs = small_inputs(family, SIZE, step)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-    found = programs(model)
-    for program in found:
-        assert {m.moved_bytes for m in program.measurements} == {program.plan.moved_bytes}
-        assert all(m.primed_bytes == 0 for m in program.measurements), "no copy serves a call that comes later"
-    by_block: dict[object, list[Any]] = {}  # Dynamo may compile one again, for other strides
-    for program in found:
-        by_block.setdefault(frozenset(map(id, program.buffers.values())), []).append(program)
-    moved = [p.plan.moved_bytes for (p, *_) in by_block.values()]
-    assert sorted(moved) == sorted(sizes), "every weight streams, once a call"
-    assert all(sum(len(p.measurements) for p in same) == 3 for same in by_block.values())
-    (arena,) = {p.arena for p in found}
-    assert arena.nbytes <= max(sizes)
-    restore(model)
-    assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-
-
 class Breaks(Stack):
     """Breaks the graph after each block."""
 
@@ -76,11 +46,8 @@ class Breaks(Stack):
         return self.head(self.blocks[2](x))
 
 
-@pytest.mark.parametrize("place", [True, False])
-def test_a_model_with_graph_breaks(place: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
     model, twin = twins(lambda: Breaks(layers=3))
-    if place:
-        offload(model, min_bytes=MIN_BYTES)
     run = torch.compile(model, backend="chunkflow", options=EAGER)
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         check_steps(run, twin, 3)

@@ -51,30 +51,6 @@ def test_out_of_memory_in_a_phase(applied: Applied, caplog: pytest.LogCaptureFix
     assert torch.equal(WAN.generate(pipe), expected("wan"))
 
 
-def test_a_step_cache_does_not_run_twice(applied: Applied) -> None:
-    """A cache has changed its state when a call runs out of memory: that is an error, and the next generation is right."""
-    from diffusers import FirstBlockCacheConfig
-
-    one = {"guidance_scale": 1.0}  # one branch, and one state of the cache
-    pipe, _ = applied(memory="1GiB")
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e-6))  # no step is that near to the one before
-    assert torch.equal(WAN.generate(pipe, **one), expected("wan", **one))
-    fails = [True]
-
-    def fail(*_: Any) -> None:
-        if fails:
-            fails.pop()
-            raise torch.OutOfMemoryError("no room")
-
-    hook = pipe.transformer.norm_out.register_forward_pre_hook(fail)
-    with pytest.raises(ChunkflowError, match=r"transformer \(WanTransformer3DModel\) does not fit"):
-        WAN.generate(pipe, **one)
-    hook.remove()
-    pipe.transformer._reset_stateful_cache()
-    assert torch.equal(WAN.generate(pipe, **one), expected("wan", **one))
-    pipe.transformer.disable_cache()
-
-
 class Pressed(Allocator):
     """A call of the transformer that has more weights on the device than ``room`` runs out of memory."""
 
@@ -180,16 +156,17 @@ class Caching(Allocator):
         self.cached = 0
 
 
-@pytest.mark.parametrize(("memory", "trims"), [(700_000, True), (1 << 30, False)])
-def test_what_the_allocator_keeps_counts_against_the_budget(memory: int, trims: bool, applied: Applied) -> None:
+def test_what_the_allocator_keeps_counts_against_the_budget(applied: Applied) -> None:
     """It is given back before a phase that would not fit beside it, and kept where there is room: then steps are faster."""
-    pipe, budget = applied(memory=memory, disable=["cycle"])
+    pipe, budget = applied(memory=700_000, disable=["cycle"])
     allocator, trimmed = Caching(budget), []
-    for seed in range(3):
+    for seed in range(5):
         assert torch.equal(WAN.generate(pipe, seed), expected("wan", seed))
         trimmed.append(allocator.trimmed)
+        assert 300_000 < allocator.most <= budget.total
+        if seed == 2:
+            budget.total = 1 << 30
     assert all(p.calls > 1 and p.goal is not None for p in budget.phases)
     assert sum(m.moved_bytes for p in programs(pipe.transformer) for m in p.measurements) > 0
     assert trimmed[0] >= 3, "before the first call of each phase, whose needs are not known"
-    assert (trimmed[2] > trimmed[1]) is trims
-    assert 300_000 < allocator.most <= budget.total
+    assert trimmed[1] < trimmed[2] and trimmed[3] == trimmed[4]

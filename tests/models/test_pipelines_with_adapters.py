@@ -3,17 +3,21 @@ the transformer in every step: their weights share an arena."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pipelines import EAGER, FLUX, Applied, bytes_moved, expected, flux_with_controlnet, held, learn, plain
+from pipelines import EAGER, FLUX, MIN_BYTES, Applied, bytes_moved, expected, flux_with_controlnet, held, learn, plain
 from small_pipelines import small_pipeline
+from test_adapters import Library
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
-from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
+from chunkflow_compile.models.sizes import build_model
+from chunkflow_compile.pipeline.budget import Budget, budget_of
+from chunkflow_compile.weights.host_weight import HostWeight
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -39,23 +43,16 @@ def image_adapter(transformer: Any) -> dict[str, Any]:
 def test_an_image_adapter(applied: Applied) -> None:
     """Its encoder comes with it, after ``apply``: it is placed by calling that again."""
     from PIL import Image
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+    from transformers import CLIPImageProcessor
 
     (pipe, budget), twin = applied("flux", "2MiB"), small_pipeline("flux")
-    assert torch.equal(FLUX.generate(pipe), expected("flux"))
-    for p in (pipe, twin):
+    both = pipe, twin
+    processor = CLIPImageProcessor(crop_size=32, size=32)
+    vision = {"num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32, "patch_size": 16}
+    for p in both:
         torch.manual_seed(0)
-        config = CLIPVisionConfig(
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            image_size=32,
-            patch_size=16,
-            projection_dim=64,
-        )
-        processor = CLIPImageProcessor(crop_size=32, size=32)
-        p.register_modules(image_encoder=CLIPVisionModelWithProjection(config).eval(), feature_extractor=processor)
+        encoder = build_model("CLIPVisionModelWithProjection", hidden_size=64, projection_dim=64, **vision)
+        p.register_modules(image_encoder=encoder, feature_extractor=processor)
         p.transformer._load_ip_adapter_weights([image_adapter(p.transformer)])
     embeds = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
     embedded = {"ip_adapter_image_embeds": [embeds], "negative_ip_adapter_image_embeds": [torch.zeros_like(embeds)]}
@@ -64,35 +61,36 @@ def test_an_image_adapter(applied: Applied) -> None:
         FLUX.generate(pipe, **image)
     apply(pipe)
     for scale, given in ((1.0, embedded), (1.0, image), (0.3, image)):
-        for p in (pipe, twin):
+        for p in both:
             p.set_ip_adapter_scale(scale)
         want = FLUX.generate(twin, **given)
         assert torch.equal(FLUX.generate(pipe, **given), want) and not torch.equal(want, expected("flux"))
     phase = budget.phase_of(pipe.image_encoder)
     assert phase.calls and bytes_moved(phase)
-    for p in (pipe, twin):
+    for p in both:
         p.unload_ip_adapter()
-    assert torch.equal(FLUX.generate(pipe), FLUX.generate(twin))
+    assert torch.equal(FLUX.generate(pipe), expected("flux"))
 
 
 @pytest.mark.long
 def test_a_lora_of_the_pipeline(applied: Applied) -> None:
-    """load_lora_weights, set_adapters, fuse_lora, unfuse_lora, disable_lora, unload_lora_weights."""
+    """Adapters that no slots are for: loaded after the first call, two at once, fused, and gone again."""
     pytest.importorskip("peft")
-    (pipe, _), twin = applied("flux", "2MiB", lowering="inductor"), small_pipeline("flux")
-    tolerance = 1e-4  # of Inductor
-    assert torch.allclose(FLUX.generate(pipe), expected("flux"), rtol=0, atol=tolerance)
-    rng = torch.Generator().manual_seed(5)
-    state = {}
-    for block in ("transformer_blocks.0", "single_transformer_blocks.1"):
-        for name in ("to_q", "to_k"):
-            state[f"transformer.{block}.attn.{name}.lora_A.weight"] = torch.randn(16, 64, generator=rng)
-            state[f"transformer.{block}.attn.{name}.lora_B.weight"] = 0.1 * torch.randn(64, 16, generator=rng)
-    seen = [expected("flux")]
+    (pipe, _), twin = applied("flux", "2MiB"), small_pipeline("flux")
+    library = Library(twin.transformer)
+
+    def load(p: Any) -> None:
+        for number, rank in enumerate((4, 64)):
+            p.load_lora_weights(library.adapter(number, rank), adapter_name=f"a{number}")
+        p.set_adapters(["a0", "a1"], [0.5, 0.25])
+
+    seen = [FLUX.generate(pipe)]
     for change in (
-        lambda p: p.load_lora_weights(dict(state), adapter_name="new"),
-        lambda p: p.set_adapters(["new"], [0.5]),
+        load,
+        lambda p: p.set_adapters("a0"),
         lambda p: p.fuse_lora(),
+        lambda p: p.unfuse_lora(),
+        lambda p: p.fuse_lora(safe_fusing=True),
         lambda p: p.unfuse_lora(),
         lambda p: p.disable_lora(),
         lambda p: p.enable_lora(),
@@ -101,10 +99,11 @@ def test_a_lora_of_the_pipeline(applied: Applied) -> None:
         change(twin)
         change(pipe)
         seen.append(FLUX.generate(twin))
-        assert torch.allclose(FLUX.generate(pipe), seen[-1], rtol=0, atol=tolerance), len(seen)
-    assert not torch.allclose(seen[1], seen[0], atol=10 * tolerance)
-    assert not torch.allclose(seen[2], seen[1], atol=tolerance)
-    assert torch.allclose(seen[-1], seen[0], rtol=0, atol=tolerance)
+        assert torch.equal(FLUX.generate(pipe), seen[-1]), len(seen)
+        if change is load:
+            late = [p for n, p in pipe.transformer.named_parameters() if ".a1." in n and p.nbytes >= MIN_BYTES]
+            assert late and all(isinstance(p, HostWeight) for p in late), "it streams without a second apply"
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen[:3], 2))
     for p in (pipe, twin):  # fusing and undoing it rounds
         p.transformer.load_state_dict(plain("flux").transformer.state_dict())
 
@@ -119,12 +118,9 @@ class Controlled:
         self.pipe, self.twin = (flux_with_controlnet(small_pipeline("flux").components) for _ in range(2))
         apply(self.pipe, memory=memory, **EAGER)
         self.budget: Budget = budget_of(self.pipe)  # type: ignore[assignment]
-        self.control, self.transformer = self.phase("controlnet"), self.phase("transformer")
+        phases = {phase.name: phase for phase in self.budget.phases}
+        self.control, self.transformer = phases["controlnet"], phases["transformer"]
         assert self.control.arena is self.transformer.arena
-
-    def phase(self, name: str) -> Phase:
-        (found,) = [p for p in self.budget.phases if p.name == name]
-        return found
 
     def check(self, seed: int, **given: Any) -> None:
         given = {**CALL, **given}
@@ -141,6 +137,8 @@ class Controlled:
 def test_a_controlnet_and_its_transformer(memory: str, size: int, quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Controlled(memory)
     check_both_stay(found, monkeypatch)
+    if memory == "2MiB":  # there is less to give way in 1 MiB
+        check_out_of_memory(found)
     check_steps_without_the_controlnet(found, size)
 
 
@@ -178,12 +176,33 @@ def check_both_stay(found: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(predicted) > 0 and sum(predicted) == pytest.approx(cycle.cycle.plan.predicted.step_s)
 
 
+def check_out_of_memory(found: Controlled) -> None:
+    """The call runs again on a smaller plan of both, and the next generation has the whole budget."""
+    control, transformer = found.control, found.transformer
+    on_device, fails, before = list[int](), [True], min(control.goal, transformer.goal)
+
+    def check(*_: Any) -> None:
+        on_device.append(transformer.arena.held)
+        if fails:
+            fails.pop()
+            raise torch.OutOfMemoryError("no room")
+
+    hook = found.pipe.transformer.norm_out.register_forward_pre_hook(check)
+    found.check(4)
+    hook.remove()
+    assert max(on_device[1:]) <= on_device[0] // 2 and (transformer.retries, control.retries) == (1, 0)
+    assert control.goal == transformer.goal < before
+    found.check(5)
+    assert min(control.goal, transformer.goal) > on_device[0]
+    assert "controlnet: shares memory on the device with" in str(explain(found.pipe))
+
+
 def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:
     """It is left out in the last steps of a generation, of other sizes too, and in all steps of another pipeline."""
     from diffusers import FluxPipeline
 
     budget, transformer = found.budget, found.transformer
-    for seed, until in enumerate((1.0, 0.5, 0.5, 1.0)):
+    for seed, until in enumerate((0.5, 0.5, 1.0)):
         found.check(seed, control_guidance_end=until, **({"height": size, "width": size} if seed % 2 else {}))
         assert held(budget) <= budget.usable
     parts = {name: part for name, part in found.pipe.components.items() if name != "controlnet"}
@@ -197,30 +216,3 @@ def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:
     remove(found.pipe)
     assert found.control not in budget.phases and transformer.arena.grows is not None
     assert torch.equal(FLUX.generate(other, 2), expected("flux", 2))
-
-
-@pytest.mark.long
-def test_out_of_memory_beside_a_controlnet(quiet: None) -> None:
-    """The call runs again on a smaller plan of both, and the next generation has the whole budget."""
-    found = Controlled("2MiB")
-    control, transformer = found.control, found.transformer
-    on_device, fails = list[int](), list[bool]()
-
-    def check(*_: Any) -> None:
-        on_device.append(transformer.arena.held)
-        if fails:
-            fails.pop()
-            raise torch.OutOfMemoryError("no room")
-
-    found.pipe.transformer.norm_out.register_forward_pre_hook(check)
-    for seed in range(4):
-        on_device.clear()
-        if seed == 2:
-            fails.append(True)
-        goals = control.goal, transformer.goal
-        found.check(seed)
-        if seed == 2:
-            assert max(on_device[1:]) <= on_device[0] // 2 and transformer.retries == 1 and control.retries == 0
-            assert control.goal == transformer.goal < min(goals)
-    assert (control.goal, transformer.goal) == goals or min(control.goal, transformer.goal) > on_device[0]
-    assert "controlnet: shares memory on the device with" in str(explain(found.pipe))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Stack, check_steps, twins
 from torch import nn
 
 import chunkflow_compile
@@ -27,18 +27,12 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
     """Blocks compiled one by one; and a step that compares with the same as it is."""
-    model, twin = Stack(4).eval(), Stack(4).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: Stack(4))
     offload(model, min_bytes=OPTIONS["min_bytes"])
     for block in model.blocks:
         block.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager", **options})
 
-    def step(i: int) -> None:
-        torch.manual_seed(i)
-        x = torch.randn(4, 8)
-        assert torch.equal(model(x), twin(x))
-
-    return model, step
+    return model, lambda _: check_steps(model, twin, 1)
 
 
 def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
@@ -135,30 +129,10 @@ def with_residents(**options: Any) -> dict[str, Any]:
     return {**{k: v for k, v in OPTIONS.items() if k not in ("hardware", "slowdown")}, "lowering": "eager", **options}
 
 
-def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> None:
-    arena, models, twins = Arena(), [Stack(4).eval(), Stack(4).eval()], [Stack(4).eval(), Stack(4).eval()]
-    memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
-    for model, twin in zip(models, twins, strict=True):
-        twin.load_state_dict(model.state_dict())
-        options = with_residents(memory=memory, arena=arena)
-        model.compile(backend="chunkflow", fullgraph=True, options=options)
-    held, kinds = [], set()
-    for i in (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 2):
-        x = torch.randn(4, 8)
-        assert torch.equal(models[i](x), twins[i](x))
-        kinds.add(arena.cycles.current is not None)
-        held.append(arena.held)
-        arena.cycles.wait_planned()
-    assert kinds == {True, False}
-    assert max(held) <= 2 * memory
-
-
 def on_device(arena: Arena, *models: nn.Module) -> int:
     """Bytes of the arena and of all copies of weights beside it, whoever keeps them."""
-    buffers = [buffer_of(p) for model in models for p in model.parameters()]
-    copies = {
-        id(made): made.nbytes for buffer in buffers if buffer is not None and (made := buffer.on_device) is not None
-    }
+    buffers = [buffer for model in models for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    copies = {id(made): made.nbytes for buffer in buffers if (made := buffer.on_device) is not None}
     return arena.nbytes + sum(copies.values())
 
 
@@ -178,8 +152,7 @@ class Parted(nn.Module):
 
 
 def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
-    model = Parted().eval()
-    twin = copy.deepcopy(model)
+    model, twin = twins(Parted)
     memory = sum(p.nbytes for p in model.parameters()) * 3 // 4
     offload(model, min_bytes=OPTIONS["min_bytes"])
     options = with_residents(memory=memory, disable=["cycle"])
@@ -190,60 +163,54 @@ def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
         assert on_device(programs(model)[0].arena, model) <= memory
 
 
-def test_a_size_that_comes_in_a_cycle_keeps_nothing_for_a_plan_of_its_own() -> None:
+def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> None:
+    """In turns and not; and a size that comes in a cycle keeps nothing for a plan of its own."""
     arena, models = Arena(), [Stack(4).eval(), Stack(4).eval()]
-    twins = copy.deepcopy(models)
+    plain = copy.deepcopy(models)
     memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
-    options = with_residents(memory=memory, arena=arena)
     for model in models:
+        options = with_residents(memory=memory, arena=arena)
         model.compile(backend="chunkflow", fullgraph=True, dynamic=True, options=options)
-    for rows in (4, 4, 4, 4, 7, 7, 9):
-        for model, twin in zip(models, twins, strict=True):
-            x = torch.randn(rows, 8)
-            assert torch.equal(model(x), twin(x))
-            assert on_device(arena, *models) == arena.held <= 2 * memory
-            arena.cycles.wait_planned()
-    assert arena.cycles.current is not None
+    in_cycles = list[bool]()
+    order = (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 4)
+    for i, rows in (*((i, 4) for i in order), *((i, rows) for rows in (7, 7, 9) for i in (0, 1))):
+        x = torch.randn(rows, 8)
+        assert torch.equal(models[i](x), plain[i](x))
+        assert on_device(arena, *models) == arena.held <= 2 * memory
+        in_cycles.append(arena.cycles.current is not None)
+        arena.cycles.wait_planned()
+    assert not all(in_cycles) and all(in_cycles[-6:])
 
 
 def test_a_cycle_that_is_forgotten_when_it_was_planned_again() -> None:
     """One of its models gets a placement that the user has chosen; the other goes on."""
-    arena, models = Arena(), [Stack(2).eval(), Stack(2).eval()]
-    twins = copy.deepcopy(models)
-    for model in models:
-        offload(model, min_bytes=OPTIONS["min_bytes"])
-        for block in model.blocks:
-            block.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager", "arena": arena})
-
-    def step(i: int) -> None:
-        x = torch.randn(4, 8)
-        assert torch.equal(models[i](x), twins[i](x))
-        arena.cycles.wait_planned()
-
-    for i in (0, 1) * 6:
+    arena = Arena()
+    (first, step), (second, step_second) = pair(arena=arena), pair(arena=arena)
+    for i in range(6):
         step(i)
-    replan(models[0], as_measured=True)
-    replan(models[0], policy="layerwise")
-    for i in (0, 1) * 3:
+        step_second(i)
+        settle(first)
+    replan(first, as_measured=True)
+    replan(first, policy="layerwise")
+    for i in range(3):
         step(i)
-    assert all(len(route.keys) == 2 for route in cycles(models[1])), "of the other alone"
-    assert cycles(models[1])
+        step_second(i)
+        settle(first)
+    assert all(len(route.keys) == 4 for route in cycles(second)), "of the other alone"
+    assert cycles(second)
 
 
-def test_a_size_that_comes_after_a_replan_runs_in_the_same_cycle(no_grad: None) -> None:
-    model = Stack(4).eval()
-    options = {k: v for k, v in OPTIONS.items() if k != "slowdown"}
-    compiled = chunkflow_compile.compile(model, lowering="eager", memory=10**9, **options)
-    twin = copy.deepcopy(model)
+def test_a_size_that_comes_after_a_replan_runs_in_the_same_cycle() -> None:
+    (model, twin), budget = twins(lambda: Stack(4)), 36_000
+    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": 10**9}
+    chunkflow_compile.compile(model, **options)
 
     def step(rows: int) -> None:
-        x = torch.randn(rows, 8)
-        assert torch.equal(compiled(x), twin(x))
+        check_steps(model, twin, 1, (rows, 8))
         settle(model)
 
     for _ in range(3):
         step(4)
-    budget = 36_000
     replan(model, memory=budget)
     for _ in range(4):
         step(4)

@@ -65,6 +65,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def test_layers_stream_and_are_not_compiled() -> None:
+    """Inputs of other sizes, strides and dtypes too; gradients and inputs on other devices are refused."""
     model, twin = pair()
     expected = {"embed", "head", "before", "embedder.up", "embedder.down", "after"}
     assert layers(model).keys() == expected, "the norm's weights are small"
@@ -76,13 +77,8 @@ def test_layers_stream_and_are_not_compiled() -> None:
     assert len(cycle.cycle.calls) == 3 + 1 + len(expected)
     newest = cycle.measurements[-1]
     assert newest.primed_bytes == 0 and newest.moved_bytes == cycle.cycle.plan.moved_bytes > 0
-    streamed = {w.name for w in cycle.cycle.plan.streamed}
-    assert {"before.weight", "embedder.up.weight"} <= streamed
-
-
-def test_other_sizes_and_dtypes() -> None:
-    model, twin = pair()
-    for shape in ((4, 8), (2, 8), (3, 4, 8), (4, 8)):
+    assert {"before.weight", "embedder.up.weight"} <= {w.name for w in cycle.cycle.plan.streamed}
+    for shape in ((2, 8), (3, 4, 8), (4, 8)):
         check_steps(model, twin, 2, shape)
     x = torch.randn(8, 4).t()
     assert torch.equal(model(x), twin(x)), "other strides"
@@ -91,6 +87,10 @@ def test_other_sizes_and_dtypes() -> None:
         assert torch.equal(model.before(x), twin.before(x))
         assert model.before(x).dtype == torch.bfloat16
     check_steps(model, twin, 1)
+    with torch.enable_grad(), pytest.raises(ChunkflowError, match=r"call the model under torch.no_grad\(\)"):
+        model(torch.randn(4, 8))
+    with pytest.raises(ChunkflowError, match="input 2 is on meta"):
+        model.before(torch.randn(4, 8, device="meta"))
 
 
 def test_what_changes_in_a_layer_is_noticed() -> None:
@@ -119,22 +119,19 @@ def test_what_changes_in_a_layer_is_noticed() -> None:
     assert same(), "a weight of another shape"
 
 
-def test_copies_and_files_have_the_layers_own_forward() -> None:
+def test_copies_restore_and_uncompile() -> None:
+    """Copies and files have the layers' own forward."""
     model, twin = pair()
     check_steps(model, twin, 2)
-    copied = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (copied, torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert not layers(other)
         check_steps(other, twin, 1)
-    check_steps(model, twin, 1)
-
-
-def test_restore_and_uncompile() -> None:
-    model, twin = pair()
-    check_steps(model, twin, 2)
+    outer = torch.compile(lambda x: 2 * model.before(x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 8)
+    assert torch.equal(outer(x), 2 * twin.before(x)), "under another compilation"
     restore(model)
     assert type(model.before.weight) is nn.Parameter
     check_steps(model, twin, 2)
@@ -142,22 +139,6 @@ def test_restore_and_uncompile() -> None:
     uncompile(model)
     assert not layers(model) and "forward" not in model.before.__dict__
     check_steps(model, twin, 1)
-
-
-def test_a_layer_under_another_compilation() -> None:
-    model, twin = pair()
-    check_steps(model, twin, 1)
-    outer = torch.compile(lambda x: 2 * model.before(x), backend="aot_eager", fullgraph=True)
-    x = torch.randn(4, 8)
-    assert torch.equal(outer(x), 2 * twin.before(x))
-
-
-def test_gradients_and_other_devices_are_refused() -> None:
-    model, _ = pair()
-    with torch.enable_grad(), pytest.raises(ChunkflowError, match=r"call the model under torch.no_grad\(\)"):
-        model(torch.randn(4, 8))
-    with pytest.raises(ChunkflowError, match="input 2 is on meta"):
-        model.before(torch.randn(4, 8, device="meta"))
 
 
 def test_a_layer_that_writes_its_weight() -> None:

@@ -15,19 +15,25 @@ from chunkflow_compile import offload
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers.settings import Settings, known_release, settings_from
 
-
-@pytest.mark.parametrize("environ", [{}, {"CHUNKFLOW_MEMORY": ""}, {"CHUNKFLOW_OPTIONS": "nonsense"}])
-def test_without_memory_there_are_no_settings(environ: dict[str, str]) -> None:
-    assert settings_from(environ) is None
+GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
 
 
-def test_memory_and_options_are_read() -> None:
-    assert settings_from({"CHUNKFLOW_MEMORY": "12GiB"}) == Settings("12GiB", {})
-    given = {"CHUNKFLOW_MEMORY": " 500 MB ", "CHUNKFLOW_OPTIONS": '{"lowering": "eager", "chunk_bytes": 4096}'}
-    assert settings_from(given) == Settings("500 MB", {"lowering": "eager", "chunk_bytes": 4096})
-    assert settings_from({"CHUNKFLOW_MEMORY": "1GiB", "CHUNKFLOW_METRICS_PORT": "9400"}) == Settings("1GiB", {}, 9400)
-    with pytest.raises(ChunkflowError, match="CHUNKFLOW_METRICS_PORT='x' is no port"):
-        settings_from({"CHUNKFLOW_MEMORY": "1GiB", "CHUNKFLOW_METRICS_PORT": "x"})
+@pytest.mark.parametrize(
+    ("environ", "settings"),
+    [
+        ({}, None),
+        ({"CHUNKFLOW_MEMORY": ""}, None),
+        ({"CHUNKFLOW_OPTIONS": "nonsense"}, None),
+        (GIB, Settings("1GiB", {})),
+        (
+            {"CHUNKFLOW_MEMORY": " 5 MB ", "CHUNKFLOW_OPTIONS": '{"chunk_bytes": 512}'},
+            Settings("5 MB", {"chunk_bytes": 512}),
+        ),
+        ({**GIB, "CHUNKFLOW_METRICS_PORT": "9400"}, Settings("1GiB", {}, 9400)),
+    ],
+)
+def test_settings_are_read(environ: dict[str, str], settings: Settings | None) -> None:
+    assert settings_from(environ) == settings
 
 
 def test_a_plug_in_serves_the_metrics_of_all_its_models() -> None:
@@ -69,6 +75,8 @@ def test_bad_settings_are_refused(memory: str, options: str, said: str) -> None:
     with pytest.raises(ChunkflowError) as refused:
         settings_from({"CHUNKFLOW_MEMORY": memory, "CHUNKFLOW_OPTIONS": options})
     assert str(refused.value).startswith(said)
+    with pytest.raises(ChunkflowError, match="CHUNKFLOW_METRICS_PORT='x' is no port"):
+        settings_from({**GIB, "CHUNKFLOW_METRICS_PORT": "x"})
 
 
 def test_reading_no_settings_imports_no_torch() -> None:
@@ -81,14 +89,7 @@ def test_reading_no_settings_imports_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("installed", "known"),
-    [
-        ("0.5.23", True),
-        ("0.5.23.post1", True),
-        ("0.5.30", True),
-        ("0.5.22", False),
-        ("0.6.0rc1", False),
-        ("dev", False),
-    ],
+    [("0.5.23.post1", True), ("0.5.30", True), ("0.5.22", False), ("0.6.0rc1", False), ("dev", False)],
 )
 def test_an_unknown_release_is_warned_of(
     installed: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
