@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ def primed(model: nn.Module) -> int:
     return sum(p.measurements[-1].primed_bytes for p in programs(model))
 
 
+def step_of(model: nn.Module, twin: nn.Module, family: str = "wan") -> Callable[[int], None]:
+    """A step of a small model: what it gives is what its twin gives."""
+
+    def step(i: int) -> None:
+        inputs = small_inputs(family, SIZE, i)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+
+    return step
+
+
 def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps until a cycle runs, and checks that it runs warm."""
     for i in range(2):
@@ -71,13 +81,8 @@ def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool
     if placed:
         offload(model, min_bytes=MIN_BYTES)
     model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
-
-    def step(i: int) -> None:
-        inputs = small_inputs(family, SIZE, i)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-
-    route = settled(model, step)
-    plan = route.cycle.plan
+    step = step_of(model, twin, family)
+    plan = settled(model, step).cycle.plan
     large = sum(
         p.nbytes for b in twin.modules() if isinstance(b, nn.ModuleList) for p in b.parameters() if p.nbytes >= 4096
     )
@@ -94,13 +99,12 @@ def test_a_cycle_keeps_to_the_budget_of_its_calls(tmp_path: Path) -> None:
     (tmp_path / "slow.json").write_text(slow.to_json())
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
-    options = {k: v for k, v in EAGER.items() if k != "slowdown"}
-    options |= {"memory": 700_000, "hardware": str(tmp_path / "slow.json")}
+    options = {**EAGER, "slowdown": None, "memory": 700_000, "hardware": str(tmp_path / "slow.json")}
     model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
+    compare = step_of(model, twin)
 
     def step(i: int) -> None:
-        inputs = small_inputs("wan", SIZE, i)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        compare(i)
         assert arena_of(model).nbytes <= 700_000
 
     plan = settled(model, step).cycle.plan
@@ -120,10 +124,15 @@ class Taken(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(list(Stack(layers).blocks))
 
-    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         for i in order:
             x = self.blocks[i](x)
         return x
+
+
+def check(model: Taken, twin: Taken, order: Sequence[int], rows: int = 4) -> None:
+    x = torch.randn(rows, 32)
+    assert torch.equal(model(x, order), twin(x, order)), order
 
 
 def taken(layers: int = 5, **options: Any) -> tuple[Taken, Taken]:
@@ -140,8 +149,7 @@ def placed(model: Taken, twin: Taken, **options: Any) -> tuple[Taken, Taken]:
 def test_without_cycles_each_block_streams_alone() -> None:
     model, twin = taken(3, disable=["cycle"])
     for _ in range(3):
-        x = torch.randn(4, 32)
-        assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
+        check(model, twin, range(3))
     sizes = [sum(p.nbytes for p in block.parameters()) for block in twin.blocks]
     for program, size in zip(programs(model), sizes, strict=True):
         assert [(m.moved_bytes, m.primed_bytes) for m in program.measurements] == [(size, 0)] * 3
@@ -205,14 +213,12 @@ def test_blocks_between_other_models_in_one_arena() -> None:
 
 def test_weights_that_change_in_the_middle_of_a_cycle() -> None:
     model, twin = taken()
-    order = list(range(5))
     for i in range(12):
-        x = torch.randn(4, 32)
-        assert torch.equal(model(x, order[:2]), twin(x, order[:2]))
+        check(model, twin, (0, 1))
         if i > 4:
             for m in (model, twin):
                 m.blocks[i % 5].up.weight.mul_(1.5)
-        assert torch.equal(model(x, order[2:]), twin(x, order[2:]))
+        check(model, twin, (2, 3, 4))
         if i == 2:
             learn(model)
     assert cycles(model)[0].cycle.calls
@@ -221,18 +227,12 @@ def test_weights_that_change_in_the_middle_of_a_cycle() -> None:
 def test_weights_that_change_before_a_call_of_another_size() -> None:
     """Its program is new, and so none that ran has to end, which would also let the cycle start cold."""
     model, twin = taken()
-    order = list(range(5))
-
-    def step(rows: int) -> None:
-        x = torch.randn(rows, 32)
-        assert torch.equal(model(x, order), twin(x, order))
-
-    settled(model, lambda _: step(4))
-    for i in order:
+    settled(model, lambda _: check(model, twin, range(5)))
+    for i in range(5):
         for m in (model, twin):
             m.blocks[i].up.weight.mul_(1.5)
             m.blocks[i].down.weight.mul_(0.5)
-        step(6 + 2 * i)
+        check(model, twin, range(5), 6 + 2 * i)
 
 
 def test_weights_of_one_region_that_change_places() -> None:
@@ -240,9 +240,9 @@ def test_weights_of_one_region_that_change_places() -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
     model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
+    step = step_of(model, twin)
     for i in range(9):
-        inputs = small_inputs("wan", SIZE, i)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        step(i)
         if i in (0, 5):
             for m in (model, twin):
                 attention: Any = m.blocks[1].attn1  # type: ignore[union-attr, index]
@@ -264,8 +264,7 @@ def test_a_tied_weight_and_one_on_the_device() -> None:
 
     model, twin = placed(*twins(made))
     for _ in range(6):
-        x = torch.randn(4, 32)
-        assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
+        check(model, twin, range(5))
         learn(model)
     assert primed(model) == 0 and cycles(model)
 
@@ -273,10 +272,8 @@ def test_a_tied_weight_and_one_on_the_device() -> None:
 @pytest.mark.parametrize("call", range(3))
 def test_an_error_between_two_calls_and_in_one(call: int) -> None:
     model, twin = taken(3)
-    order = [0, 1, 2]
-    x = torch.randn(4, 32)
     for i in range(4):
-        assert torch.equal(model(x, order), twin(x, order))
+        check(model, twin, range(3))
         if i == 1:
             learn(model)
     device = arena_of(model).streams
@@ -288,16 +285,16 @@ def test_an_error_between_two_calls_and_in_one(call: int) -> None:
             raise OSError("the link is gone")
         copy(*args)
 
-    model(x, order[:call])
+    check(model, twin, range(call))
     device.copy_bytes = fail
     with pytest.raises(Exception, match="the link is gone"):
         for _ in range(3):
-            model(x, order)
+            check(model, twin, range(3))
     device.copy_bytes = copy
     for _ in range(3):
-        assert torch.equal(model(x, order), twin(x, order))
+        check(model, twin, range(3))
     restore(model)
-    assert torch.equal(model(x, order), twin(x, order))
+    check(model, twin, range(3))
 
 
 def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
@@ -307,10 +304,10 @@ def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
         enable_ulysses(m, 2)
     offload(model, min_bytes=MIN_BYTES)
     model.compile_repeated_blocks(backend="chunkflow", options={**EAGER, "debug": list(debug)})  # type: ignore[operator]
-    for step in range(6):
-        inputs = small_inputs("wan", SIZE, step)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        if step == 1 and rank:
+    step = step_of(model, twin)
+    for i in range(6):
+        step(i)
+        if i == 1 and rank:
             learn(model)
     assert sum(m.collectives for p in programs(model) for m in p.measurements) > 0
     if rank:
@@ -334,8 +331,7 @@ def test_two_threads_on_one_arena() -> None:
         for m in (model, twin):
             m.blocks[1].up.weight.mul_(factor)
         for _ in range(3):
-            x = torch.randn(4, 32)
-            assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
+            check(model, twin, range(3))
             arena.cycles.wait_planned()
         pairs.append((model, twin))
     wrong: list[str] = []
