@@ -278,13 +278,14 @@ def anonymous_bytes() -> int:
 
 def test_placing_takes_no_second_copy_of_the_weights() -> None:
     model, device = nn.ParameterList(), torch.device("cpu")
-    for i in range(16):
-        model.append(nn.Parameter(torch.full((16 << 20,), i, dtype=torch.uint8), requires_grad=False))
+    like = torch.empty(16 << 20, dtype=torch.uint8, device="meta")
+    for i in range(16):  # not of the allocator, which may keep what is freed
+        model.append(nn.Parameter(empty_pages(like).fill_(i), requires_grad=False))
     store, before, total = HostStore(model, device, contextlib.nullcontext), anonymous_bytes(), 256 << 20
     loader = WeightLoader(device, [(str(i), p) for i, p in enumerate(model)], keep_dtype, pages=True)
     for i, weight in enumerate(model):
         store.add((str(i),), weight, loader)
-        assert type(weight).__name__ == "HostWeight" and anonymous_bytes() - before < 0.1 * total
+        assert type(weight).__name__ == "HostWeight" and anonymous_bytes() - before < 0.2 * total
     assert all(h.host[-1] == i and h.host.data_ptr() % 4096 == 0 for i, h in enumerate(store.buffers))
 
 
