@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +74,12 @@ def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
     """The regions of a module.  Without ``min_bytes``, every weight may be streamed."""
     chosen = Options(**{"min_bytes": 0, **options})
     return make_cut(trace(model, {"x": x}, chosen.min_bytes), chosen.group_bytes)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found)
 
 
 @contextmanager

@@ -6,13 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import Stack
+from helpers import Stack, fake_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.model.placement import placement_of
@@ -124,8 +122,7 @@ def test_quantised_weights_stream_to_the_card() -> None:
 @pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
 def test_the_shards_of_a_rank_stream_to_the_card() -> None:
     """One rank of two: collectives of the fake group return at once, with what the tensors had."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with fake_ranks():
         mesh, plan = init_device_mesh("cuda", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
         torch.manual_seed(0)
         model = Stack(4, width=256).eval().requires_grad_(False).to("cuda")
@@ -148,5 +145,3 @@ def test_the_shards_of_a_rank_stream_to_the_card() -> None:
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert type(p) is type(q) and p.device == q.device
             assert torch.equal(*(t._local_tensor if isinstance(t, DTensor) else t for t in (p, q)))
-    finally:
-        dist.destroy_process_group()

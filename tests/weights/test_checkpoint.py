@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers import anonymous_bytes
 from test_killed_ranks import run_all
 from torch import nn
 
@@ -153,24 +154,18 @@ def test_a_cast_is_that_of_diffusers(saved: Path) -> None:
 
 def placed_one_by_one(rank: int, folder: Path, dtype: torch.dtype) -> None:
     """Notes the most memory that was taken meanwhile, and what is kept, as parts of the weights."""
-
-    def anonymous() -> int:
-        return next(
-            1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon")
-        )
-
-    status, model = Path("/proc/self/status"), loaded(folder)
+    model = loaded(folder)
     weights = dict(model.named_parameters())
     torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
-    before, most, made = anonymous(), 0, list[torch.Tensor]()
+    before, most, made = anonymous_bytes(), 0, list[torch.Tensor]()
     loader = WeightLoader(CPU, list(weights.items()), cast_to(dtype, model), pages=True)
     for name, weight in weights.items():
         made.append(loader.place(name, weight).host)
-        most = max(most, anonymous() - before)
+        most = max(most, anonymous_bytes() - before)
     loader.close()
     give_free_memory_back()
     total = sum(host.nbytes for host in made)
-    (folder / "parts").write_text(f"{most / total} {(anonymous() - before) / total}")
+    (folder / "parts").write_text(f"{most / total} {(anonymous_bytes() - before) / total}")
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
