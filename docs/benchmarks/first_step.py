@@ -229,8 +229,8 @@ def page(found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]]) -> str:
     return text + (
         "\nLines in brackets come before the call, and are no part of the totals. What runs in a thread beside the phases,\n"
         "such as the search for the CPU's vector instructions, counts where a phase waits for it.\n\n"
-        "Of a model compiled whole, Dynamo and AOTAutograd trace every block, so their share grows with the blocks;\n"
-        "lowering grows with the kinds of region only. A model compiled by kind grows with neither.\n"
+        "Of a model compiled whole, Dynamo and AOTAutograd trace every block, so their time grows with their number;\n"
+        "lowering takes as long as its kinds of region need. By kind, one block of each kind is traced.\n"
     )
 
 
