@@ -135,8 +135,8 @@ class HostStore:
     def agree(self, node: Node) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
         self.turn = node.ranks.index(node.rank), len(node.ranks)
-        drive = any(buffer.drive is not None for buffer in self.buffers)
-        gathered = node.gather([self._pinnable(host_memory()), drive])
+        together = SharedRing.works_here() and any(buffer.drive is not None for buffer in self.buffers)
+        gathered = node.gather([self._pinnable(host_memory()), together])
         self.agreed = min(most for most, _ in gathered)
         if self.ring is None and all(each for _, each in gathered):
             file = node.share(SharedRing.made() if node.leads else None)

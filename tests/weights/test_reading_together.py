@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,22 @@ def not_in_step(rank: int, file: str) -> None:
 
 def test_ranks_that_are_not_in_step_read_for_themselves(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(not_in_step, saved)
+
+
+def elsewhere(rank: int, file: str) -> None:
+    """In step, but one of them or both on a machine where a lock is no full barrier."""
+    for others in ([1], [0, 1]):
+        model, twin = pair(file)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank in others:
+                patch.setattr(platform, "machine", lambda: "aarch64")
+            offload(model, min_bytes=LEAST, share=True, host_memory=0)
+        run = compiled(model)
+        for turn in range(4):
+            step(run, twin, turn)
+        assert reader_of(model)._ring is None and read_so_far(model) > 0
+        end(model)
+
+
+def test_ranks_read_for_themselves_where_a_lock_is_no_barrier(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(elsewhere, saved)
