@@ -42,7 +42,8 @@ class _Queue:
     """Kernels under way, by number."""
 
     def __init__(self) -> None:
-        self._computes = os.environ.get("STAND_IN_COMPUTE", "1") != "0"  # calibration multiplies matrices for a card
+        # calibration multiplies matrices for a card; without them, time is the stand-in's own
+        self._computes = os.environ.get("STAND_IN_COMPUTE", "1") != "0"
         self._jobs: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count(1)
         self._function = _JOB(self._run)

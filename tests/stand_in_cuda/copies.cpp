@@ -1,8 +1,6 @@
 // Copies and fills, in the order of their stream.
 #include "stand_in.h"
 
-#include <unistd.h>
-
 #include <cstdio>
 #include <cstring>
 
@@ -17,10 +15,8 @@ struct Copy {
   bool to_device, from_pinned;
 
   void run() const {
-    if (long rate = to_device ? settings().rate.load() : 0) {
-      double end = now() + static_cast<double>(bytes) / static_cast<double>(rate);
-      while (now() < end) usleep(50);
-    }
+    if (long rate = settings().rate; rate && (to_device || !settings().compute))
+      pass(static_cast<double>(bytes) / static_cast<double>(rate));
     if (from_pinned && !on_device(source) && !pinned(source))
       return break_device("a copy reads host memory that was unpinned before the copy had run");
     if (to_device && !on_device(target)) return break_device("a copy writes device memory that was freed");

@@ -14,7 +14,8 @@
 // Limits.  What runs here proves the order of operations, not their speed and not all of their results:
 //   * Triton's kernels are compiled and launched, but not executed: with Inductor, numbers mean nothing.
 //   * aten's CUDA kernels are computed by the CPU's on the same bytes: no number of cuBLAS, cuDNN or SDPA on CUDA.
-//   * No time means anything.  One engine per stream: copies do not share a link, kernels do not share an SM.
+//   * No time means anything.  One engine per stream: copies do not share a link, kernels do not share an SM.  Where kernels do
+//     not compute, it does not depend on the machine either.
 //   * No NCCL, IPC, graphs (a capture is noticed, not recorded), peer access, managed memory or profiler.
 //   * A copy from pageable memory always waits for its stream; CUDA stages small ones at once.
 #pragma once
@@ -43,7 +44,7 @@ namespace stand_in {
 
 using Lock = std::unique_lock<std::mutex>;
 
-double now();                                  // seconds of a steady clock
+void pass(double seconds);                     // let them pass on the stream whose work the calling thread runs
 std::atomic<long>& counter(const char* name);  // calls of an entry point
 cudaError_t fail(cudaError_t error);           // make it the calling thread's last error; returns it
 bool broken();                                 // whether an error stuck
@@ -57,6 +58,8 @@ struct Settings {
   std::atomic<long> devices{1};
   std::atomic<long> total{8l << 30};         // bytes of each device
   std::atomic<long> taken{0};                // bytes of each device that other processes hold
+  std::atomic<long> compute{1};              // whether aten's kernels compute; if not, each stream has a clock of its own,
+                                             // on which a kernel takes kernel_us and any copy its bytes by rate
   std::atomic<long> rate{0};                 // bytes/s of a copy to the device; 0: at once
   std::atomic<long> kernel_us{0};            // least time of an aten kernel
   std::atomic<long> lag{0};                  // operations that the host is ahead of the streams, unless it waits

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <map>
@@ -26,6 +27,8 @@ class HostWaits : Waiting {
 };
 
 }  // namespace
+
+static thread_local Stream* running = nullptr;  // by the calling thread
 
 class Stream {
  public:
@@ -58,6 +61,7 @@ class Stream {
   }
   int priority = 0;
   std::atomic<bool> capturing{false};
+  double own_time = 0;  // seconds of its own clock, of the thread that runs it
 
  private:
   static constexpr size_t kDepth = 1024;  // then the host waits, as about so many launches fill a queue of CUDA's
@@ -68,6 +72,7 @@ class Stream {
   // Whether the host is as far ahead of an operation as the setting says, or waits.
   static bool due(const Operation& next) { return queued() - next.number >= settings().lag || waiting; }
   void run() {
+    running = this;
     for (;;) {
       std::function<void()> work;
       {
@@ -120,9 +125,14 @@ struct Event {
 
 Event* event_of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
 
-void wait_for(Event* event, unsigned long mark) {
+double steady() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double time_of_stream() { return settings().compute ? steady() : running->own_time; }
+
+// Returns when it was reached.
+double wait_for(Event* event, unsigned long mark) {
   Lock lock(event->lock);
   while (event->reached < mark && !broken()) event->changed.wait_for(lock, std::chrono::milliseconds(100));
+  return event->at;
 }
 
 }  // namespace
@@ -133,6 +143,14 @@ Stream* stream_of(cudaStream_t stream) {
   Stream*& found = default_streams()[current_device()];
   if (!found) all_streams().push_back(found = new Stream);
   return found;
+}
+
+void pass(double seconds) {
+  if (!settings().compute) {
+    running->own_time += seconds;
+    return;
+  }
+  for (double end = steady() + seconds; steady() < end;) usleep(50);
 }
 
 void push(Stream* stream, std::function<void()> work) { stream->push(std::move(work)); }
@@ -187,7 +205,7 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
     Lock lock(awaited->lock);
     mark = awaited->made;  // the newest mark when the host calls; none: nothing to wait for
   }
-  stream_of(stream)->push([=] { wait_for(awaited, mark); });
+  stream_of(stream)->push([=] { running->own_time = std::max(running->own_time, wait_for(awaited, mark)); });
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
@@ -221,7 +239,7 @@ EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t st
     {
       Lock lock(marked->lock);
       marked->reached = mark;
-      marked->at = now();
+      marked->at = time_of_stream();
     }
     marked->changed.notify_all();
   });

@@ -1,4 +1,4 @@
-"""Commands for a card, to their last line.  No kernel computes: nothing measured here means anything."""
+"""Commands for a card, to their last line.  No kernel computes, and time is the stand-in's own."""
 
 from __future__ import annotations
 
@@ -33,10 +33,15 @@ def ran(*command: str) -> str:
 
 
 def test_calibration(tmp_path: Path) -> None:
+    """On the stand-in's own clock, where a kernel takes 2 ms and streams share nothing."""
     out = tmp_path / "card.json"
-    ran(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out))
-    found = Hardware.from_json(out.read_text())
-    assert found.h2d_bandwidth > 0 and found.gemm_flops and "measured on NVIDIA H200" in found.sources["gemm_flops"]
+    done = run(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out), STAND_IN_RATE="40e9")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found, kernel_s, rate = Hardware.from_json(out.read_text()), 0.002, pytest.approx(40e9, rel=1e-3)
+    assert found.kernel_s == kernel_s and "measured on NVIDIA H200" in found.sources["gemm_flops"]
+    assert {*found.gemm_flops.values()} == {round(2 * 8192**3 / kernel_s)} and len(found.gemm_flops) == 3
+    assert found.h2d_bandwidth == rate and found.collective_bandwidth == rate and found.chunk_s < 1e-7
+    assert (found.copy_slowdown, found.collective_slowdown, found.compute_slowdown) == (1, 1, 1)
 
 
 def test_the_doctor_sees_the_card() -> None:
