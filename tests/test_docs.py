@@ -1,16 +1,21 @@
-"""The documents: links resolve, the README stays short, every option and command is described."""
+"""The documents: links resolve, what they name exists, the README stays short, every option and command is described."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import pkgutil
 import re
 import runpy
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.options import ALIASES, Options
+from chunkflow_compile.passes.names import STAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,6 +24,36 @@ MOST_LINES, MOST_WORDS = 200, 1600
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+# Sections that may name what is gone.
+_GONE = re.compile(r"^### (?:Removed|Renamed).*?(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_PATH = re.compile(r"[\w*.-][\w*./-]*\.(?:py|h|c|cpp)")
+# "`name` in `file.py`", "`name` and `other` of `file.py`", "`file.py`: `name`"
+_IN_FILE = re.compile(
+    r"((?:`[\w.]+`(?:,?\s+and\s+|,\s+))*`[\w.]+`)\s+(?:in|of)\s+`([\w/]+\.py)`|`([\w/]+\.py)`:\s+(`[\w.]+`)"
+)
+_COMMAND = re.compile(r"^`?(make|chunkflow) ([a-z][a-z-]*)", re.MULTILINE)
+# What pages name that no source here defines, by where it is.
+_DUMPED = [f"{number:02}_{stage}" for number, stage in enumerate(STAGES)]
+OUTSIDE = {
+    "a dump": {*(f"{name}.py" for name in _DUMPED), *(f"chunkflow_{name}" for name in _DUMPED)},
+    "a place for the reader's own": {"file.py", "OtherPipeline", "NN_stage.diff", "ray_"},
+    "torch": {
+        *("state_dict", "load_state_dict", "register_module_forward_hook", "Work", "ProcessGroupNCCL", "DeviceMesh"),
+        *("DistributedDataParallel", "FullyShardedDataParallel", "BackendCompilerFailed", "dynamo_timed"),
+        "TORCHINDUCTOR_DETERMINISTIC",
+    },
+    "diffusers": {
+        *("from_pretrained", "apply_group_offloading", "enable_group_offload", "TensorParallelConfig"),
+        *("enable_lora_hotswap", "load_lora_adapter", "load_lora_weights"),
+    },
+    "servers": {
+        *("SGLANG_PLUGINS", "VLLM_PLUGINS", "DiffusersPipelineLoader.load_model", "WorkerId"),
+        "DiffusionModelRunner._compile_transformer",
+    },
+    "Prometheus": {"PROMETHEUS_MULTIPROC_DIR"},
+    "a name of OpenTelemetry": {"chunkflow step"},
+}
 
 
 def prose(page: Path) -> str:
@@ -50,13 +85,123 @@ def test_links_resolve(page: Path) -> None:
     assert not broken(page)
 
 
-def test_the_tests_that_pages_name_exist() -> None:
-    files = {str(path.relative_to(ROOT)): path for path in (ROOT / "tests").rglob("*.py")}
-    known = {path.stem for path in files.values()}
-    known.update(name for path in files.values() for name in re.findall(r"def (test_\w+)", path.read_text()))
-    for page in PAGES:
-        assert set(re.findall(r"`(test_\w+)`", prose(page))) <= known, page
-        assert set(re.findall(r"`(tests/[\w/]+\.py)`", prose(page))) <= files.keys(), page
+def defined(tree: ast.AST) -> set[str]:
+    """Classes, functions, arguments, and what is assigned, at any level."""
+    kinds = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg", ast.Name: "id", ast.Attribute: "attr"}
+    nodes = (n for n in ast.walk(tree) if isinstance(getattr(n, "ctx", None), ast.Store | None))
+    return {getattr(node, kinds[type(node)]) for node in nodes if type(node) in kinds}
+
+
+class Sources:
+    """The files of the repository, and what those in Python define."""
+
+    def __init__(self) -> None:
+        top = [ROOT / name for name in ("chunkflow_compile", "passes", "tests", "examples", "docs")]
+        self._paths = [path for folder in top for path in (folder, *folder.rglob("*")) if path.name != "__pycache__"]
+        self._folders = {path.name for path in [*top, *(ROOT / "chunkflow_compile").iterdir()] if path.is_dir()}
+        self._texts = {path: path.read_text() for path in self._paths if path.suffix == ".py"}
+        trees = {path: ast.parse(text) for path, text in self._texts.items()}
+        classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        # a helper of a test is nothing that a page calls
+        calls = (n for path, tree in trees.items() if not path.is_relative_to(ROOT / "tests") for n in ast.walk(tree))
+        self.names = {path: defined(tree) for path, tree in trees.items()}
+        self.members = {f"{owner.name}.{name}" for owner in classes for name in defined(owner)}
+        self.all_names = {*dir(builtins)}.union(*self.names.values())
+        self.callables = {*dir(builtins), *(n.name for n in calls if isinstance(n, ast.FunctionDef | ast.ClassDef))}
+        self.targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+    @cached_property
+    def words(self) -> set[str]:
+        """All but those of this file, which names what is gone."""
+        return {w for path, text in self._texts.items() if path != Path(__file__) for w in re.findall(r"\w+", text)}
+
+    def have(self, name: str) -> bool:
+        """Whether what stands in backticks exists, as far as it is a path or a name that says of itself what it is."""
+        path, _, inside = name.partition(":")
+        if _PATH.fullmatch(path) or (
+            re.fullmatch(r"[\w./-]+", path) and path.partition("/")[0] in self._folders and "/" in path
+        ):
+            return any(each.match(path) for each in self._paths) and (
+                not inside or self.have_in(inside.strip(": "), path)
+            )
+        bare = name.partition("(")[0]
+        if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*\.\w+", bare):
+            return bare in self.members
+        if not bare.isidentifier():
+            return True
+        if name.endswith(")"):
+            return bare in self.callables
+        if re.match(r"test_|_?[A-Z]+[a-z]", bare):
+            return bare in self.all_names
+        return "_" not in bare or bare in self.words
+
+    def have_in(self, name: str, path: str) -> bool:
+        """Whether a file defines a name; True for a file that is not there, which is missing itself."""
+        files = [file for file in self.names if file.match(path)]
+        return not files or any(name.rpartition(".")[2] in self.names[file] for file in files)
+
+
+def gone(page: str, sources: Sources) -> set[str]:
+    """What a page names that is neither here nor in OUTSIDE.
+
+    In backticks: a path of a source, with or without its folders; a class, with or without a member; a function with its
+    parentheses; a test; any other name that has an underscore; a name that the page says is in a file.  Anywhere: a
+    command, and what follows ``chunkflow_compile.``.
+    """
+    page, outside = _GONE.sub("", page), set[str]().union(*OUTSIDE.values())
+    prose, blocks = _FENCE.sub("", page), _FENCE.findall(page)
+    spans = {re.sub(r"\s+", " ", span) for span in _SPAN.findall(prose)}
+    named = spans | {word for span in spans for word in span.split() if "/" in word and _PATH.fullmatch(word)}
+    missing = {name for name in named if not sources.have(name) and re.split(r"[(:]", name)[0] not in outside}
+    for names, path, other_path, name in _IN_FILE.findall(prose):
+        where = path or other_path
+        missing |= {f"{name} in {where}" for name in _SPAN.findall(names or name) if not sources.have_in(name, where)}
+    for name in re.findall(r"\bchunkflow_compile(?:\.[A-Za-z]\w*)+", page):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.add(name)
+    targets = {"make": sources.targets, "chunkflow": {*COMMANDS}}
+    commands = [pair for text in (*blocks, *spans) for pair in _COMMAND.findall(text)]
+    return missing | {f"{of} {name}" for of, name in commands if name not in targets[of]} - outside
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path, sources: Sources) -> None:
+    assert gone(page.read_text(), sources) == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "missing"),
+    [
+        ("`roll_call.py`", "roll_call.py"),
+        ("`runtime/place.py`", "runtime/place.py"),
+        ("`runtime/*cudo*.py`", "runtime/*cudo*.py"),
+        ("`tests/roll_call`", "tests/roll_call"),
+        ("`passes/placement/place.py: placed_in_turns`", "passes/placement/place.py: placed_in_turns"),
+        ("`python tests/sock.py --minutes 1`", "tests/sock.py"),
+        ("a protocol (`Cuda`)", "Cuda"),
+        ("`Device.settle`", "Device.settle"),
+        ("`writing(model)`", "writing(model)"),
+        ("`restored()`", "restored()"),
+        ("`_policy_window`", "_policy_window"),
+        ("`test_a_copy_that_failed`", "test_a_copy_that_failed"),
+        ("`check_device` and `Device` in\n`runtime/device_base.py`", "check_device in runtime/device_base.py"),
+        ("`runtime/arena.py`: `evicted` frees", "evicted in runtime/arena.py"),
+        ("`chunkflow_compile.courses(model)`", "chunkflow_compile.courses"),
+        ("```python\nchunkflow_compile.passes.roll.call()\n```", "chunkflow_compile.passes.roll.call"),
+        ("```sh\nmake test\nmake course\n```", "make course"),
+        ("`chunkflow unpack MODEL`", "chunkflow unpack"),
+        ("### Removed\n`writing(model)`\n### Fixed\n`roll_call.py`", "roll_call.py"),
+    ],
+)
+def test_what_is_gone_is_missed(page: str, missing: str, sources: Sources) -> None:
+    assert gone(page, sources) == {missing}
 
 
 def test_the_readme_is_short() -> None:
