@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +17,19 @@ from chunkflow_compile.passes.program.lifetimes import releases
 from chunkflow_compile.passes.program.rewrite import Program
 
 Mutation = Callable[[Program, random.Random], Program | None]
+
+
+def caught(refused: bool, wrong: str) -> dict[str, int]:
+    """Counts of one mutant: what caught it.  ``refused``: whether verify does.  ``wrong``: what a schedule shows of it, see
+    :func:`schedules.goes_wrong`.  Raises AssertionError if it goes wrong and verify accepts it."""
+    assert refused or not wrong
+    by = {"verify": refused, "wrong numbers": wrong == "number", "an error": wrong == "error"}
+    return {"mutants": 1, **{f"caught by {what}": count for what, count in by.items()}}
+
+
+def listed(count: Counter[str]) -> str:
+    """Counts by name, as one line."""
+    return ", ".join(f"{number} {what}" for what, number in count.items())
 
 
 def _pick(program: Program, rng: random.Random, target: object) -> Node | None:

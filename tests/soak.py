@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import MUTATIONS
+from mutations import MUTATIONS, caught, listed
 from random_programs import Bench, Choices, Spec, choices, examples, specs
 from schedules import goes_wrong, matches
 
@@ -49,8 +49,7 @@ def round_of(seed: int) -> Counter[str]:
             broken.module.recompile()
             refused = bool(list(check(broken)))
             wrong = goes_wrong(found, [(broken, x) for x in found.inputs(STEPS)], number)
-            assert refused or not wrong, mutation
-            count.update(mutated=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
+            count.update(caught(refused, wrong))
 
     play()
     return count
@@ -69,7 +68,7 @@ def main() -> None:
         while True:
             print(f"seed {seed}", end=" ", flush=True)
             total += round_of(seed)
-            print(", ".join(f"{n} {what}" for what, n in total.items()), flush=True)
+            print(listed(total), flush=True)
             seed += 1
             if time.monotonic() >= end:
                 break

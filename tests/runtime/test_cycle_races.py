@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import MUTATIONS, Mutation
+from mutations import MUTATIONS, Mutation, caught, listed
 from random_cycles import CycleBench, Drawn, cycles
 from random_programs import Choices, Layer, Spec, examples
 from schedules import goes_wrong, matches
@@ -72,13 +72,12 @@ class Judge:
         refused = bool(list(check(cycle)))
         broken = found.running(cycle)
         wrong = goes_wrong(broken, broken.turns(0.4, CALLS), found.chosen.seed)
-        assert refused or not wrong
-        self.count.update(tried=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
+        self.count.update(caught(refused, wrong))
         return refused
 
     def summary(self, name: str) -> str:
-        assert self.count["tried"] >= 3 and self.count["rejected"] > 0
-        return f"{name}: " + ", ".join(f"{number} {what}" for what, number in self.count.items())
+        assert self.count["mutants"] >= 3 and self.count["caught by verify"] > 0
+        return f"{name}: {listed(self.count)}"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
