@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from clocks import OwnClock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.hardware import calibrate, contention
+from chunkflow_compile.hardware import calibrate, contention, stopwatch
 from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names
 from chunkflow_compile.hardware.scaled import alike, scaled
 from chunkflow_compile.options import Options
@@ -198,9 +199,41 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         load_profile("A100")
 
 
+class OwnTime(threading.local):
+    """A clock for each thread: copies and exchanges take their bytes by a rate, and any other work a millisecond."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.seconds += 1e-3
+        return self.seconds
+
+    monotonic = perf_counter
+
+    def taking(self, work: Callable[..., Any], nbytes: int) -> Callable[[], None]:
+        def run() -> None:
+            work()
+            self.seconds += nbytes / 1e9
+
+        return run
+
+
+def on_own_time(patch: pytest.MonkeyPatch) -> None:
+    time, copier, exchange = OwnTime(), contention.copier, calibrate._all_to_all
+    for module in (stopwatch, contention):
+        patch.setattr(module, "time", time)
+    for module in (contention, calibrate):
+        patch.setattr(module, "copier", lambda device, size, *rest: time.taking(copier(device, size, *rest), size))
+    patch.setattr(
+        calibrate, "_all_to_all", lambda device, size, *rest: time.taking(exchange(device, size, *rest), size)
+    )
+
+
 def measure_little(rank: int, *args: Any) -> None:
     calibrate.COLLECTIVE_SIZES, calibrate.ROUNDS_BESIDE, contention.TURNS = (4096, 4 << 20), 10, 3
-    calibrate._measure_rank(rank, *args)
+    with pytest.MonkeyPatch.context() as patch:
+        on_own_time(patch)
+        calibrate._measure_rank(rank, *args)
 
 
 def test_calibrate_measures_this_machine_and_measured_finds_it(
@@ -208,6 +241,7 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "_measure_rank", measure_little)
+    on_own_time(monkeypatch)
     with pytest.raises(ChunkflowError, match="run chunkflow calibrate"):
         load_profile("measured")
     assert main(["calibrate", "--device", "cpu"]) == 0
@@ -215,10 +249,12 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert "copy to the device" in shown.out and "100%" in shown.err
     profile = load_profile("measured")
     assert measured_path().is_relative_to(tmp_path)
-    assert profile.name == "hardware" and profile.shared_link in (True, False)
-    assert 1e9 < profile.gemm_flops["float32"] < 1e14 and 1e9 < profile.attention_flops["cpu"] < 1e14
-    assert 1e8 < profile.h2d_bandwidth < 1e12 and 1e6 < profile.collective_bandwidth < 1e12
-    assert min(profile.copy_slowdown, profile.collective_slowdown, profile.compute_slowdown) >= 1
+    rate = pytest.approx(1e9, rel=1e-3)
+    assert profile.name == "hardware" and profile.shared_link is False
+    assert profile.gemm_flops["float32"] == pytest.approx(2 * 1024**3 / 1e-3)
+    assert profile.attention_flops["cpu"] == pytest.approx(4 * 8 * 1024**2 * 128 / 1e-3)
+    assert profile.h2d_bandwidth == rate and 2 * profile.collective_bandwidth == rate, "half of an exchange crosses"
+    assert (profile.copy_slowdown, profile.collective_slowdown, profile.compute_slowdown) == (1, 1, 1)
     assert "measured on" in profile.sources["collective_bandwidth"]
     assert main(["calibrate", "--out", "/nowhere/hw.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import WITHIN
 from pipelines import (
     EAGER,
     FLUX,
@@ -209,10 +210,12 @@ def check_calls_that_wait(pipe: Any, budget: Budget) -> None:
 
     assert torch.equal(WAN.generate(other), expected("wan"))
     threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
-    with budget.turn():
+    turn, waiting = budget.turn, threading.Semaphore(0)
+    with turn():
+        budget.turn = lambda: (waiting.release(), turn())[1]  # type: ignore[assignment]
         for thread in threads:
             thread.start()
-        time.sleep(0.1)  # they wait
+        assert all(waiting.acquire(timeout=WITHIN) for _ in threads)
         remove(pipe)
     for thread in threads:
         thread.join()

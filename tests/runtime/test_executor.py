@@ -155,8 +155,8 @@ def test_restore_waits_for_a_step_of_another_thread_and_ends_the_thread_of_copie
     before = set(threading.enumerate())
     model, twin, run, runner = streaming()
     (copies,) = (t for t in set(threading.enumerate()) - before if t.name == "chunkflow-copy")
-    copy = runner.executor.device.copy_bytes
-    runner.executor.device.copy_bytes = lambda target, source: (time.sleep(0.02), copy(target, source))
+    copy, inside = runner.executor.device.copy_bytes, threading.Event()
+    runner.executor.device.copy_bytes = lambda *args: (inside.set(), time.sleep(0.02), copy(*args))
     x, results = torch.randn(4, 8), list[torch.Tensor]()
 
     def step() -> None:
@@ -165,7 +165,7 @@ def test_restore_waits_for_a_step_of_another_thread_and_ends_the_thread_of_copie
 
     thread = threading.Thread(target=step)
     thread.start()
-    time.sleep(0.05)
+    assert inside.wait(WITHIN)
     restore(model)
     thread.join(timeout=WITHIN)
     assert not thread.is_alive() and torch.equal(results[0], twin(x)) and not copies.is_alive()
