@@ -45,8 +45,8 @@ _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
 
-    As torch.utils.swap_tensors, which refuses a tensor with weak references; Dynamo holds one to each parameter.  The
-    attributes that users have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
+    As torch.utils.swap_tensors, which refuses a tensor with weak references, such as a user's.  The attributes that users
+    have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in _STATE}
     theirs = {**own, **other.__dict__}
@@ -62,13 +62,15 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         deque(map(partial.__call__, steps), maxlen=0)
     except RuntimeError as error:  # from the first step, which changes nothing then
         raise ChunkflowError(
-            f"A weight of shape {list(tensor.shape)} cannot be moved, because a gradient graph holds it ({error}). Delete "
-            "the outputs of calls that were made with gradients enabled."
+            f"A weight of shape {list(tensor.shape)} cannot be moved, because something refers to it weakly ({error}), as a "
+            "profile with record_shapes, profile_memory or with_stack does that has recorded an op on it. Delete the profile "
+            "first, and place and restore the model outside of one."
         ) from error
 
 
-# Attributes of a HostWeight that are its own.
+# Attributes of a HostWeight that come with its values, and the one that stays with the tensor.
 _STATE = {"host", "buffer", "kind", "_is_param"}
+_OWN = {*_STATE, "life"}
 
 
 class HostWeight(torch.Tensor):
@@ -138,7 +140,7 @@ class HostWeight(torch.Tensor):
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
-        written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
+        written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
             for weight in sorted(written, key=lambda w: w.buffer.order):  # two threads never hold each other up
                 held.enter_context(weight.buffer.write())
@@ -175,9 +177,7 @@ class HostWeight(torch.Tensor):
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
         device = kwargs.get("device")
-        target = self.device if device is None else torch.device(device)
-        if target.type == "cuda" and target.index is None:
-            target = torch.device("cuda", torch.cuda.current_device())
+        target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
             self.buffer.copied(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
@@ -225,7 +225,7 @@ class HostWeight(torch.Tensor):
         """The attributes that belong to the class that it stands for; a copy of an ordinary parameter has none."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
-        return {name: value for name, value in self.__dict__.items() if name not in _STATE}
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     # What has no op of its own, and would reach the memory that this tensor does not have.
 
@@ -252,6 +252,8 @@ class HostWeight(torch.Tensor):
             self.buffer.written += 1
             made = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+            if made.buffer is not self.buffer:
+                self.__dict__.pop("life", None)  # of a weight with the old buffer
             self.host, self.buffer = made.host, made.buffer
             if part and self.buffer.is_of(self):
                 self.buffer.host = self.host
@@ -293,8 +295,15 @@ class HostWeight(torch.Tensor):
 
 
 _INNER = ["host"]
-# The buffer of a weight, and the counts of which its ``writes`` is the sum: for what compares many weights in every call.
-state_of = attrgetter("buffer", "buffer.written", "host._version", "_version")
+# The life of a weight in a store, which ends when its buffer is another, and the counts of which its ``writes`` is the sum:
+# for what compares many weights in every call.  AttributeError for a tensor that is in no store.
+state_of = attrgetter("life", "buffer.written", "host._version", "_version")
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device that ``cuda`` stands for on this thread; any other as it is."""
+    unnamed = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -344,7 +353,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The tensors that an op writes."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
