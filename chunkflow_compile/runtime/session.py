@@ -228,7 +228,7 @@ class Session(CallSite):
 
 def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
     """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
-    return tuple(sum(counts) for _, *counts in states)
+    return tuple(sum(counts) for _, _, *counts in states)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

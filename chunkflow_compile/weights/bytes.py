@@ -47,11 +47,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _unprofiled() -> Iterator[None]:
     """No profiler sees the ops of this thread: one that records shapes refers weakly to the tensors of each op, and a tensor
     that is referred to so cannot become a HostWeight."""
-    torch.autograd._enable_record_function(False)
+    torch._C._autograd._enable_record_function(False)
     try:
         yield
     finally:
-        torch.autograd._enable_record_function(True)
+        torch._C._autograd._enable_record_function(True)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

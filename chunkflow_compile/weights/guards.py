@@ -13,8 +13,10 @@ The guards are attached to the model's own modules; :meth:`Guards.remove` detach
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -52,7 +54,7 @@ class Guards:
         for module in self._root.modules():
             if module not in self._guarded:
                 self._guarded.add(module)
-                module.__dict__["_apply"] = _Apply(module, self._store.device, self._moved)
+                module.__dict__["_apply"] = _Apply(module, self._store.device, self._moved, self._store.reads_meant)
                 self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
                 self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
 
@@ -72,10 +74,17 @@ class Guards:
 class _Apply:
     """Replaces ``module._apply``: what it does to a weight is done in host memory, and its device is noted only."""
 
-    def __init__(self, module: nn.Module, device: torch.device, moved: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        moved: Callable[[], None],
+        reads_meant: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._module = module
         self._device = device
         self._moved = moved
+        self._reads_meant = reads_meant
         self._stored: dict[str, torch.Tensor] = {}  # what a cast copy stands for while forward runs
         self._cast_versions: dict[str, int] = {}  # of the copies, when they were made
 
@@ -85,7 +94,7 @@ class _Apply:
         modules = [*self._module.modules()] if recurse else [self._module]
         weights = {id(t): t for m in modules for _, t in _own(m) if isinstance(t, HostWeight)}
         for weight in weights.values():
-            with torch.no_grad(), _Conversions(self._device):
+            with torch.no_grad(), self._reads_meant(), _Conversions(self._device):
                 applied = fn(weight)
             _refuse_move(weight, applied.device, self._device)
             if applied is not weight:
@@ -177,7 +186,7 @@ class _Conversions(TorchDispatchMode):
         if dtype != weight.dtype:
             weight.buffer.copied(weight.numel() * dtype.itemsize)
         host = weight.checked().to(dtype, memory_format=memory_format)
-        copied = HostWeight(host, target, weight.buffer if host is weight.host else None, weight.buffer.name)
+        copied: HostWeight = HostWeight(host, target, weight.buffer if host is weight.host else None, weight.buffer.name)
         self._copies.append(copied)
         return copied
 

@@ -74,6 +74,8 @@ class Life:
     Weak references go to it and not to the weight, because torch exchanges no tensor that has one (torch.utils.swap_tensors).
     """
 
+    in_store = True
+
 
 class HostBuffer:
     """The host memory of one weight.

@@ -54,6 +54,7 @@ class HostStore:
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
+    _meant: int = 0  # bytes that were read where reads were meant
     _told_of_bound: bool = False
     _told_of_lent: bool = False
 
@@ -167,10 +168,20 @@ class HostStore:
                 stacklevel=2,
             )
 
+    @contextlib.contextmanager
+    def reads_meant(self) -> Iterator[None]:
+        """Ops outside programs read the weights because the user converts them: no reason to warn."""
+        warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
+        try:
+            yield
+        finally:
+            self.warned = warned
+            self._meant += self.counts.fetched_bytes - fetched
+
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.counts.fetched_bytes += nbytes
-        so_far = self.counts.fetched_bytes
+        so_far = self.counts.fetched_bytes - self._meant
         if self.warned:
             return
         self._fetched.add(name)

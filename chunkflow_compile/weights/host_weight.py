@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -59,8 +60,12 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         partial(setattr, other, "__dict__", mine),
     )
     try:
-        deque(map(partial.__call__, steps), maxlen=0)
-    except RuntimeError as error:  # from the first step, which changes nothing then
+        try:
+            deque(map(partial.__call__, steps), maxlen=0)
+        except RuntimeError:  # from the first step, which changes nothing then; what refers to it may be garbage
+            gc.collect()
+            deque(map(partial.__call__, steps), maxlen=0)
+    except RuntimeError as error:
         raise ChunkflowError(
             f"A weight of shape {list(tensor.shape)} cannot be moved, because something refers to it weakly ({error}), as a "
             "profile with record_shapes, profile_memory or with_stack does that has recorded an op on it. Delete the profile "
@@ -295,9 +300,9 @@ class HostWeight(torch.Tensor):
 
 
 _INNER = ["host"]
-# The life of a weight in a store, which ends when its buffer is another, and the counts of which its ``writes`` is the sum:
-# for what compares many weights in every call.  AttributeError for a tensor that is in no store.
-state_of = attrgetter("life", "buffer.written", "host._version", "_version")
+# The buffer of a weight, and the counts of which its ``writes`` is the sum: for what compares many weights in every call.
+# AttributeError for a tensor that is in no store.
+state_of = attrgetter("buffer", "life.in_store", "buffer.written", "host._version", "_version")
 
 
 def with_index(device: torch.device) -> torch.device:
