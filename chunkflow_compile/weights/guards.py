@@ -30,7 +30,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import ordinary
 from .host_buffer import HostBuffer, buffer_of
 from .host_store import HostStore
-from .host_weight import HostWeight, become, like, with_index, written_by
+from .host_weight import HostWeight, become, like, with_index
 from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 
@@ -158,7 +158,7 @@ def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Conversions(TorchDispatchMode):
-    """While a function converts a weight: a copy of it on another device is the same host memory, until something writes it.
+    """While a function converts a weight: a copy of it on another device is the same host memory, until any op follows.
 
     ``device``: that the model is placed for.
     """
@@ -174,10 +174,10 @@ class _Conversions(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _COPIES and isinstance(args[0], HostWeight) and kwargs.get("device") is not None:
             return self._copied(args[0], with_index(torch.device(kwargs["device"])), **kwargs)
-        for weight in written_by(func, args, kwargs):
-            if any(weight is copy for copy in self._copies):
-                weight.host = weight.host.clone()
-                weight.buffer = HostBuffer(weight.host, name=weight.buffer.name)
+        while self._copies:  # the op may write the weight or its copy
+            copied = self._copies.pop()
+            copied.host = copied.host.clone()
+            copied.buffer = HostBuffer(copied.host, name=copied.buffer.name)
         return func(*args, **kwargs)
 
     def _copied(self, weight: HostWeight, target: torch.device, **kwargs: Any) -> HostWeight:

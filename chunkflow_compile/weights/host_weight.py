@@ -145,7 +145,7 @@ class HostWeight(torch.Tensor):
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
-        written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
+        written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
             for weight in sorted(written, key=lambda w: w.buffer.order):  # two threads never hold each other up
                 held.enter_context(weight.buffer.write())
@@ -358,7 +358,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The tensors that an op writes."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
