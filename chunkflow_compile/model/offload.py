@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.runtime.session import Session
 
 
+@unset_fake_temporarily()
 def offload(
     model: nn.Module,
     device: torch.device | str | None = None,
@@ -118,8 +120,9 @@ def _target_device(root: nn.Module, device: torch.device | str | None, parameter
             f"{type(root).__name__} is under diffusers' group offloading, which moves its weights too: load the model again, "
             "and leave out enable_group_offload (apply_group_offloading)."
         )
-    if any(p.is_meta for p in parameters):
-        raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
+    if any(p.is_meta or isinstance(p, FakeTensor) for p in parameters):
+        where = "on the meta device" if any(p.is_meta for p in parameters) else "of a FakeTensorMode"
+        raise ChunkflowError(f"This model has parameters {where}, without values: load its weights first.")
     return check_device(_one_device(device, parameters))
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import dynamo_timed
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -108,6 +109,7 @@ class Placement:
                 session.close()
             self.sessions.clear()
 
+    @unset_fake_temporarily()
     def move(
         self,
         weights: Iterable[tuple[tuple[str, ...], torch.Tensor]],

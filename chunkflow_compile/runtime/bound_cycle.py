@@ -88,7 +88,7 @@ class BoundCycle:
     @property
     def lasts(self) -> bool:
         """Whether all weights of the cycle still exist where they were."""
-        return all((buffer := ref()) is not None and buffer.weight is not None for ref in self.buffers.values())
+        return all((buffer := ref()) is not None and buffer.life is not None for ref in self.buffers.values())
 
     @property
     def ready(self) -> bool:

@@ -80,7 +80,7 @@ class CallSite:
     @property
     def outlived(self) -> bool:
         """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
-        gone = any(buffer.weight is None for buffer in self.buffers.values())
+        gone = any(buffer.life is None for buffer in self.buffers.values())
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.fx import GraphModule
+
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
@@ -126,6 +128,11 @@ class Codes:
         self._same = {begun: begun}
         self._clock = itertools.count()
         self._used = {begun: next(self._clock)}  # not an order of the codes: threads ask for sizes while another plans
+
+    @property
+    def graph(self) -> GraphModule:
+        """The ATen graph."""
+        return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
         """The sizes by which the code of a call is known; None if there is none yet."""

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.utils import dynamo_timed
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.host_weight import HostWeight
 
 from .arena import Arena
 from .codes import Codes, CurrentCode, Sizes
@@ -78,8 +82,8 @@ class Runner:
         self._changed = changed
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
-        # by the id of the model's first weight, which is with it: once it is gone, the id may be another's
-        self._current: dict[tuple[int, Sizes], tuple[weakref.ref[nn.Parameter], CurrentCode]] = {}
+        # by the id of the model's first weight, with its memory: once that is gone, the id may be another's
+        self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = codes.first.program
@@ -91,9 +95,14 @@ class Runner:
         self._weights = tuple_getter(places)
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run one step.  A second thread waits until the first has finished its step."""
+        """Run one step.  A second thread waits until the first has finished its step.
+
+        Under a FakeTensorMode nothing runs or moves: the outputs are fake tensors.
+        """
         inputs = list(args)
         args.clear()
+        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
+            return _on_fakes(mode, self.codes.graph, inputs)
         weights = self._weights(inputs)
         if self._tables.positions:
             self._tables.move(inputs)
@@ -157,12 +166,25 @@ class Runner:
         Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
         """
         first = next(iter(parameters.values()))
-        self._current = {key: found for key, found in self._current.items() if found[0]() is not None}
+        self._current = {key: kept for key, kept in self._current.items() if not kept[0].expired()}
         key = id(first), sizes
         if key not in self._current:
             code = self.codes.code(sizes, self._changed(parameters))
-            self._current[key] = weakref.ref(first), CurrentCode(code)
+            memory = first.host if isinstance(first, HostWeight) else first
+            self._current[key] = StorageWeakRef(memory.untyped_storage()), CurrentCode(code)
         return self._current[key][1]
+
+
+def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
+    """The outputs of an ATen graph, as fake tensors of ``mode``, whatever tensors the inputs are."""
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or type(value) is FakeTensor:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    with mode:
+        return graph(*map(fake, inputs))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

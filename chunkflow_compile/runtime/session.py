@@ -58,7 +58,7 @@ class Session(CallSite):
         self._others = tuple_getter([order.index(name) for name in self.in_place])
         self._kinds = [type(p) for p in self.in_place.values()]
         died = partial(_weight_died, weakref.ref(arena))
-        self._weights = [weakref.ref(buffer.weight, died) for buffer in self.buffers.values()]
+        self._weights = [weakref.ref(life, died) for buffer in self.buffers.values() if (life := buffer.life)]
         self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
         self._gone.atexit = False
         self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
@@ -125,9 +125,9 @@ class Session(CallSite):
             if found != self._as_they_are:
                 # other numbers: it was written, so copies of it on the device are out of date
                 if any(new[0] is not old[0] for new, old in zip(found, self._as_they_are, strict=True)):
-                    return False  # another buffer: it was restored, replaced, or given other memory
+                    return False  # it was exchanged, restored, replaced, or given other memory
                 self._as_they_are, self.versions = found, _versions(found)
-        except AttributeError:  # it is an ordinary tensor now
+        except AttributeError:  # it is an ordinary tensor now, or in no store
             return False
         others = self._others(weights)
         if not all(map(is_, others, self.in_place.values())):
@@ -228,7 +228,7 @@ class Session(CallSite):
 
 def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
     """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
-    return tuple(sum(counts) for _, *counts in states)
+    return tuple(sum(counts) for _, _, *counts in states)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -41,9 +43,27 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+@contextlib.contextmanager
+def _unprofiled() -> Iterator[None]:
+    """No profiler sees the ops of this thread: one that records shapes refers weakly to the tensors of each op, and a tensor
+    that is referred to so cannot become a HostWeight."""
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``, which no profiler sees: another tensor of the same memory, with the same count of writes."""
+    with _unprofiled():
+        return tensor.detach()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+    with _unprofiled():
+        return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:

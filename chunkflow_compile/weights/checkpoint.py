@@ -23,7 +23,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import cast_alone, copy_host_bytes, flat_bytes
+from .bytes import alias, cast_alone, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 from .mapping import PAGE
 from .source import DriveBytes, WeightFile
@@ -101,7 +101,7 @@ def unread(tensors: Iterable[torch.Tensor]) -> int:
     mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
         with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
-            if (part := mappings.part(tensor.detach())) is not None:
+            if (part := mappings.part(alias(tensor))) is not None:
                 parts[id(tensor)] = part
     return sum(part.nbytes for part in parts.values())
 

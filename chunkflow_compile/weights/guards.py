@@ -3,7 +3,8 @@
 * ``state_dict`` has the host copies as ordinary tensors.  Of a weight that ranks share in host memory, or have shared, it
   has a copy: a write to that is not the model's.  A write to any other one is, also if its weight is on the drive.
 * ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
-* ``.to()``, ``.half()`` and the like leave the values in host memory.
+* ``.to()``, ``.half()`` and whatever else goes through ``_apply`` leave the values in host memory: a change of the device
+  is only noted, and what a function makes of the values goes there.
 * In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
   copy, and the weight stays as it is.  Dynamo can trace that, and a program casts on the device.
 
@@ -12,23 +13,30 @@ The guards are attached to the model's own modules; :meth:`Guards.remove` detach
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
-from .host_buffer import buffer_of
+from .host_buffer import HostBuffer, buffer_of
 from .host_store import HostStore
-from .host_weight import HostWeight, become, like
+from .host_weight import HostWeight, become, like, with_index
 from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
+
+_aten = torch.ops.aten
+# What ``.to(device)`` and ``to_empty`` make a tensor on a device with.
+_COPIES = {_aten._to_copy.default, _aten.empty_like.default}
 
 
 class Guards:
@@ -46,7 +54,7 @@ class Guards:
         for module in self._root.modules():
             if module not in self._guarded:
                 self._guarded.add(module)
-                module.__dict__["_apply"] = _Apply(module, self._store.device, self._moved)
+                module.__dict__["_apply"] = _Apply(module, self._store.device, self._moved, self._store.reads_meant)
                 self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
                 self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
 
@@ -64,12 +72,19 @@ class Guards:
 
 
 class _Apply:
-    """Replaces ``module._apply``: what it does to a weight's type is done in host memory, and its device is noted only."""
+    """Replaces ``module._apply``: what it does to a weight is done in host memory, and its device is noted only."""
 
-    def __init__(self, module: nn.Module, device: torch.device, moved: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        moved: Callable[[], None],
+        reads_meant: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._module = module
         self._device = device
         self._moved = moved
+        self._reads_meant = reads_meant
         self._stored: dict[str, torch.Tensor] = {}  # what a cast copy stands for while forward runs
         self._cast_versions: dict[str, int] = {}  # of the copies, when they were made
 
@@ -78,20 +93,18 @@ class _Apply:
             return self._module
         modules = [*self._module.modules()] if recurse else [self._module]
         weights = {id(t): t for m in modules for _, t in _own(m) if isinstance(t, HostWeight)}
-        turned = {key: _turned(weight, fn) for key, weight in weights.items()}
-        for key, (_, device) in turned.items():
-            if device.type != "cpu" and device != self._device:
-                raise ChunkflowError(
-                    f"The weight {weights[key].buffer.name} is offloaded for {self._device}, so the model cannot be moved to "
-                    f"{device}: call chunkflow_compile.restore(model), and offload(model, {str(device)!r}) after it."
-                )
-        for key, (made, device) in turned.items():
-            weight = weights[key]
-            if made is not None:
-                weight.data = weight.data.to(made.dtype, memory_format=_memory_format(made))
-            if weight.device != device:
-                self._moved()
-                become(weight, like(weight, HostWeight(weight.host, device, weight.buffer)))
+        for weight in weights.values():
+            with torch.no_grad(), self._reads_meant(), _Conversions(self._device):
+                applied = fn(weight)
+            _refuse_move(weight, applied.device, self._device)
+            if applied is not weight:
+                device = applied.device
+                if isinstance(applied, HostWeight):
+                    applied = HostWeight(applied.host, weight.device, applied.buffer)
+                weight.data = applied
+                if weight.device != device:
+                    self._moved()
+                    become(weight, like(weight, HostWeight(weight.host, device, weight.buffer)))
         for module in modules:
             if any(isinstance(t, HostWeight) for _, t in _own(module)):
                 _apply_to_others(module, fn)
@@ -144,25 +157,52 @@ def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in held if tensor is not None]
 
 
-def _turned(weight: HostWeight, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, torch.device]:
-    """What ``fn`` would make of a weight: a small tensor of the new type and memory format, None if they stay; the device."""
-    strides: tuple[int, ...] = weight.stride()
-    order = sorted(range(weight.dim()), key=lambda d: -strides[d])
-    probe = torch.empty([2] * weight.dim(), dtype=weight.dtype, device=weight.device).permute(
-        [order.index(d) for d in range(weight.dim())]
-    )
-    made = fn(probe)
-    if made.device.type == "cpu" and made.is_shared():
-        weight.share_memory_()  # which is refused
-    same = made.dtype == weight.dtype and made.stride() == probe.stride()
-    return None if same else made, made.device
+class _Conversions(TorchDispatchMode):
+    """While a function converts a weight: a copy of it on another device is the same host memory, until any op follows.
+
+    ``device``: that the model is placed for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._copies = list[HostWeight]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _COPIES and isinstance(args[0], HostWeight) and kwargs.get("device") is not None:
+            return self._copied(args[0], with_index(torch.device(kwargs["device"])), **kwargs)
+        while self._copies:  # the op may write the weight or its copy
+            copied = self._copies.pop()
+            copied.host = copied.host.clone()
+            copied.buffer = HostBuffer(copied.host, name=copied.buffer.name)
+        return func(*args, **kwargs)
+
+    def _copied(self, weight: HostWeight, target: torch.device, **kwargs: Any) -> HostWeight:
+        _refuse_move(weight, target, self._device)
+        dtype, memory_format = kwargs.get("dtype") or weight.dtype, kwargs.get("memory_format") or torch.preserve_format
+        if dtype != weight.dtype:
+            weight.buffer.copied(weight.numel() * dtype.itemsize)
+        host = weight.checked().to(dtype, memory_format=memory_format)
+        copied: HostWeight = HostWeight(host, target, weight.buffer if host is weight.host else None, weight.buffer.name)
+        self._copies.append(copied)
+        return copied
 
 
-def _memory_format(made: torch.Tensor) -> torch.memory_format:
-    for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if made.dim() == dim and made.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.preserve_format
+def _refuse_move(weight: HostWeight, target: torch.device, placed: torch.device) -> None:
+    """Raise ChunkflowError for a device that the model is not placed for, other than the CPU."""
+    if target.type == "meta":
+        raise ChunkflowError(
+            f"The weight {weight.buffer.name} is offloaded, and on the meta device it would lose its values: call "
+            "chunkflow_compile.restore(model) first, and model.to('meta') after it."
+        )
+    if target.type != "cpu" and target != placed:
+        raise ChunkflowError(
+            f"The weight {weight.buffer.name} is offloaded for {placed}, so the model cannot be moved to "
+            f"{target}: call chunkflow_compile.restore(model), and offload(model, {str(target)!r}) after it."
+        )
 
 
 def _version(tensor: Any) -> int:

@@ -18,7 +18,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import Backing, FileSlice, SharedMemory
-from .bytes import flat_bytes
+from .bytes import alias, flat_bytes
 from .counts import Counts
 from .limits import Room, no_room
 from .shared_ring import SharedRing
@@ -68,6 +68,15 @@ class Store(Protocol):
     def count(self, name: str, nbytes: int) -> None: ...
 
 
+class Life:
+    """Lives as long as the weight that it is an attribute of.
+
+    Weak references go to it and not to the weight, because torch exchanges no tensor that has one (torch.utils.swap_tensors).
+    """
+
+    in_store = True
+
+
 class HostBuffer:
     """The host memory of one weight.
 
@@ -86,18 +95,24 @@ class HostBuffer:
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
         self._store: Store | None = None
-        self._weight: Callable[[], torch.Tensor | None] = _no_weight
+        self._life: Callable[[], Life | None] = lambda: None
+        self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
         self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
         self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], HostBuffer] | None = None
         self._copied_by: list[HostReader] = []
 
-    def join(
-        self, store: Store, names: tuple[str, ...], origin: torch.device, host: torch.Tensor, weight: torch.Tensor
-    ) -> None:
-        """Be in a store from now on, as the memory of ``weight``, whose values are in ``host``."""
+    def join(self, store: Store, names: tuple[str, ...], origin: torch.device, host: torch.Tensor, weight: Any) -> None:
+        """Be in a store from now on, as the memory of the HostWeight ``weight``, whose values are in ``host``."""
         self.host, self.names, self.origin = host, names, origin
-        self._store, self._weight = store, weakref.ref(weight)
+        weight.life = life = Life()
+        self._store, self._life = store, weakref.ref(life)
+        self._writes = alias(weight)
+        self._writes.__dict__.clear()
+
+    def leave(self) -> None:
+        """Be in no store from now on: its weight is in no placed model."""
+        self._store = None
 
     @property
     def name(self) -> str:
@@ -115,24 +130,22 @@ class HostBuffer:
         return id(self._store)
 
     @property
-    def weight(self) -> Any:
-        """The weight, None if it was dropped or got other memory."""
-        weight = self._weight()
-        return weight if buffer_of(weight) is self else None
+    def life(self) -> Life | None:
+        """That of the weight; None if it was dropped or got other memory."""
+        return self._life()
 
     def lasts_in(self, store: object) -> bool:
         """Whether it is in this store, and its weight exists."""
-        return self._store is store and self.weight is not None
+        return self._store is store and self.life is not None
 
-    def is_of(self, weight: object) -> bool:
+    def is_of(self, weight: Any) -> bool:
         """Whether it is in a store as the memory of this weight, and not of a view."""
-        return self._store is not None and self._weight() is weight
+        return self._store is not None and (life := self.life) is not None and weight.__dict__.get("life") is life
 
     @property
     def version(self) -> int:
         """Changes with every write to the values, through a weight or to the host tensor itself."""
-        weight: Any = self._weight()
-        return self.written + self.host._version if weight is None else int(weight.writes)
+        return self.written + self.host._version + (0 if self._writes is None else self._writes._version)
 
     @property
     def shared(self) -> SharedMemory | None:
@@ -298,10 +311,6 @@ class HostBuffer:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.sync_copies()
-
-
-def _no_weight() -> None:
-    """The weight of memory that is in no store."""
 
 
 def buffer_of(tensor: object) -> HostBuffer | None:

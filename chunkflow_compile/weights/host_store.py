@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from .backing import SharedMemory
 from .counts import Counts
 from .host_buffer import HostBuffer, HostReader
 from .host_weight import HostWeight, become, like
+from .leaves import leaves_of
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
@@ -54,6 +54,7 @@ class HostStore:
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
+    _meant: int = 0  # bytes that were read where reads were meant
     _told_of_bound: bool = False
     _told_of_lent: bool = False
 
@@ -80,7 +81,8 @@ class HostStore:
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
-                self._adopt(names, tensor, tensor.buffer, tensor.host, self.device)
+                buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
+                self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
             buffer = loader.place(names[0], tensor)
             if loader.in_file(names[0]):
@@ -98,36 +100,39 @@ class HostStore:
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
         made = like(tensor, HostWeight(buffer.host, self.device, buffer))
-        self._adopt(names, tensor, buffer, buffer.host, origin)
+        self._adopt(names, made, buffer.host, origin)
         buffer.grad = grad
         become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
 
-    def _adopt(
-        self, names: tuple[str, ...], weight: Any, buffer: HostBuffer, host: torch.Tensor, origin: torch.device
-    ) -> None:
-        """Take the buffer of a weight, or of the tensor that becomes it, into the store."""
+    def _adopt(self, names: tuple[str, ...], weight: HostWeight, host: torch.Tensor, origin: torch.device) -> None:
+        """Take the buffer of a weight into the store."""
+        buffer = weight.buffer
         buffer.join(self, names, origin, host, weight)
+        self._total += 0 if buffer in self._buffers else buffer.nbytes
         self._buffers[buffer] = None
-        self._total += buffer.nbytes
 
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
-        """Give every parameter its bytes back, on the device that it came from or on ``device``.
+        """Give every parameter its bytes back, on the device that it came from or on ``device``.  Those that the model no
+        longer has stay in host memory.
 
         ``failed``: whether the move has; then shared memory that cannot become a rank's own stays until it is written.
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         self._pending.clear()
-        buffers = self.buffers
+        buffers = [buffer for ref in self._buffers.keyrefs() if (buffer := ref()) is not None]
+        held = () if self.root is None else leaves_of(self.root)
+        weights = {leaf.buffer: leaf for leaf in held if isinstance(leaf, HostWeight)}
         moving_back = moving("bringing weights back", sum(h.nbytes for h in buffers))
         stagings = GpuStagings()
         with torch.inference_mode(False), torch.no_grad(), moving_back as moved:
             for buffer in reversed(buffers):
-                if (weight := buffer.weight) is not None:
+                if (weight := weights.get(buffer)) is not None:
                     target = device or buffer.origin
                     if failed and target.type == "cpu" and buffer.shared is not None:
                         undo_sharing(buffer, buffer.shared)
                     give_back(weight, target, stagings)
-                    buffer.unpin()  # not sooner: pinned memory is copied faster
+                buffer.unpin()  # not sooner: pinned memory is copied faster
+                buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
         self.ring = None
@@ -163,10 +168,20 @@ class HostStore:
                 stacklevel=2,
             )
 
+    @contextlib.contextmanager
+    def reads_meant(self) -> Iterator[None]:
+        """Ops outside programs read the weights because the user converts them: no reason to warn."""
+        warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
+        try:
+            yield
+        finally:
+            self.warned = warned
+            self._meant += self.counts.fetched_bytes - fetched
+
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.counts.fetched_bytes += nbytes
-        so_far = self.counts.fetched_bytes
+        so_far = self.counts.fetched_bytes - self._meant
         if self.warned:
             return
         self._fetched.add(name)
@@ -297,6 +312,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
             plain = stagings.brought(weight.host, device, copy=buffer.scratch)
         grad = buffer.grad if buffer.is_of(weight) else None
         become(weight, weight.plain(plain))
+        weight.__dict__.pop("life", None)
         if grad is not None:
             weight.grad = grad.to(device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -45,8 +46,8 @@ _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
 
-    As torch.utils.swap_tensors, which refuses a tensor with weak references; Dynamo holds one to each parameter.  The
-    attributes that users have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
+    As torch.utils.swap_tensors, which refuses a tensor with weak references, such as a user's.  The attributes that users
+    have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in _STATE}
     theirs = {**own, **other.__dict__}
@@ -59,16 +60,22 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         partial(setattr, other, "__dict__", mine),
     )
     try:
-        deque(map(partial.__call__, steps), maxlen=0)
-    except RuntimeError as error:  # from the first step, which changes nothing then
+        try:
+            deque(map(partial.__call__, steps), maxlen=0)
+        except RuntimeError:  # from the first step, which changes nothing then; what refers to it may be garbage
+            gc.collect()
+            deque(map(partial.__call__, steps), maxlen=0)
+    except RuntimeError as error:
         raise ChunkflowError(
-            f"A weight of shape {list(tensor.shape)} cannot be moved, because a gradient graph holds it ({error}). Delete "
-            "the outputs of calls that were made with gradients enabled."
+            f"A weight of shape {list(tensor.shape)} cannot be moved, because something refers to it weakly ({error}), as a "
+            "profile with record_shapes, profile_memory or with_stack does that has recorded an op on it. Delete the profile "
+            "first, and place and restore the model outside of one."
         ) from error
 
 
-# Attributes of a HostWeight that are its own.
+# Attributes of a HostWeight that come with its values, and the one that stays with the tensor.
 _STATE = {"host", "buffer", "kind", "_is_param"}
+_OWN = {*_STATE, "life"}
 
 
 class HostWeight(torch.Tensor):
@@ -175,9 +182,7 @@ class HostWeight(torch.Tensor):
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
         device = kwargs.get("device")
-        target = self.device if device is None else torch.device(device)
-        if target.type == "cuda" and target.index is None:
-            target = torch.device("cuda", torch.cuda.current_device())
+        target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
             self.buffer.copied(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
@@ -225,7 +230,7 @@ class HostWeight(torch.Tensor):
         """The attributes that belong to the class that it stands for; a copy of an ordinary parameter has none."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
-        return {name: value for name, value in self.__dict__.items() if name not in _STATE}
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     # What has no op of its own, and would reach the memory that this tensor does not have.
 
@@ -252,6 +257,8 @@ class HostWeight(torch.Tensor):
             self.buffer.written += 1
             made = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+            if made.buffer is not self.buffer:
+                self.__dict__.pop("life", None)  # of a weight with the old buffer
             self.host, self.buffer = made.host, made.buffer
             if part and self.buffer.is_of(self):
                 self.buffer.host = self.host
@@ -294,7 +301,14 @@ class HostWeight(torch.Tensor):
 
 _INNER = ["host"]
 # The buffer of a weight, and the counts of which its ``writes`` is the sum: for what compares many weights in every call.
-state_of = attrgetter("buffer", "buffer.written", "host._version", "_version")
+# AttributeError for a tensor that is in no store.
+state_of = attrgetter("buffer", "life.in_store", "buffer.written", "host._version", "_version")
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device that ``cuda`` stands for on this thread; any other as it is."""
+    unnamed = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .backing import Backing, FileSlice
-from .bytes import ordinary
+from .bytes import alias, ordinary
 from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch
 from .host_buffer import HostBuffer
@@ -90,7 +90,7 @@ class WeightLoader:
 
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
         """
-        weight, values = self._weights[name], tensor.detach()
+        weight, values = self._weights[name], alias(tensor)
         if weight.stays:
             if weight.drive and weight.part is not None:
                 weight.part.file.check()
@@ -147,7 +147,7 @@ class WeightLoader:
             self._shared.leave({name for name in self._kept if self._finished or not self.in_file(name)})
 
     def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
-        values, dtype = tensor.detach(), self._dtype_of(name, tensor)
+        values, dtype = alias(tensor), self._dtype_of(name, tensor)
         drive, same = name in self._on_drive, dtype == values.dtype
         stays = same and not self._pages and values.device.type == "cpu"
         part = None if stays else self._mappings.part(values)

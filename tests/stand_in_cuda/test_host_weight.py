@@ -45,6 +45,33 @@ def test_it_is_read_and_written_from_host_memory() -> None:
     assert programs(model)[0].plan.moved_bytes > 0
 
 
+def test_what_apply_makes_of_a_copy_on_the_host_is_its_value() -> None:
+    """To the host and back without a copy of the memory; what is written on the way is the copy alone."""
+    model, run, twin = placed()
+    steps(run, twin)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.cpu()
+        tensor.mul_(0.5)
+        return copy.to(tensor.device)
+
+    def dropped(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.cpu().view(-1).zero_()
+        return tensor.mul_(0.5)
+
+    hosts = [w.host.data_ptr() for w in weights(model)]
+    for m in (model, twin):
+        m._apply(lambda t: t.cpu().cuda())
+    assert [w.host.data_ptr() for w in weights(model)] == hosts
+    for function in (copied, dropped, lambda t: t.cpu().mul(2).cuda(), lambda t: t.half().float()):
+        for m in (model, twin):
+            m._apply(function)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.device == q.device and torch.equal(p, q)
+        steps(run, twin)
+    assert programs(model)[0].plan.moved_bytes > 0
+
+
 def test_an_eager_call_takes_one_weight_at_a_time() -> None:
     model, _, twin = placed(6, width=512)
     most, total = max(w.nbytes for w in weights(model)), sum(w.nbytes for w in weights(model))
