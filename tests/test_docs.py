@@ -41,7 +41,7 @@ OUTSIDE = {
     "torch": {
         *("state_dict", "load_state_dict", "register_module_forward_hook", "Work", "ProcessGroupNCCL", "DeviceMesh"),
         *("DistributedDataParallel", "FullyShardedDataParallel", "BackendCompilerFailed", "dynamo_timed"),
-        "TORCHINDUCTOR_DETERMINISTIC",
+        *("TORCHINDUCTOR_DETERMINISTIC", "FakeTensorMode"),
     },
     "diffusers": {
         *("from_pretrained", "apply_group_offloading", "enable_group_offload", "TensorParallelConfig"),
