@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.releases import warn_if_untested
+from chunkflow_compile.units import parse_bytes
 
 
 def stack() -> Stack:
@@ -86,7 +88,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (given(inductor={"freezing": True}), r"freezing turns weights into constants"),
     (given(inductor={"max_autotun": True}), r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
     (given(inductor={"triton.cudagraphs": True}), r"would double the streamed weights"),
-    (given(memory=4096), r"memory=4096 bytes is too little: the program needs (\d+) bytes.*Give memory=\1 or more"),
+    (given(memory=4096), r"memory=4.0 KiB is too little: the program needs (\S+) KiB.*Give memory='\S+KiB' or more"),
     (frozen, r"freezing turns weights"),
     (torch.enable_grad()(run), r"inference only.*torch.no_grad\(\)"),
     (placed_inputs, r"placed for cpu, but argument 0 is on meta: move it to cpu"),
@@ -119,13 +121,14 @@ def test_what_is_refused_leaves_the_model_as_it_was(call: Callable[[Any], Any], 
 
 def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    with pytest.raises(Exception, match="too little") as raised:
+    with pytest.raises(Exception, match="memory=1 B is too little") as raised:
         run(model, x, memory=1)
-    floor = int(str(raised.value).split("Give memory=")[1].split()[0])
-    with pytest.raises(Exception, match=f"Give memory={floor} "):
+    named = re.search(r"Give memory='(\S+)' or more", str(raised.value))[1]
+    torch.testing.assert_close(run(model, x, memory=named, lowering="eager"), twin(x))
+    floor = programs(model)[-1].plan.device_bytes
+    assert floor <= parse_bytes(named, "memory") < floor + 1024 / 10
+    with pytest.raises(Exception, match=f"is too little: .*Give memory='{named}'"):
         run(model, x, memory=floor - 1)
-    torch.testing.assert_close(run(model, x, memory=floor, lowering="eager"), twin(x))
-    assert programs(model)[-1].plan.device_bytes == floor
 
 
 def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, no_grad: None) -> None:

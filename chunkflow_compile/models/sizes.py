@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from chunkflow_compile.hardware.machine import INSTALL
+from chunkflow_compile.passes.errors import ChunkflowError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -49,14 +52,21 @@ class Size(Shape):
 
 
 def build_model(class_name: str, **config: Any) -> nn.Module:
-    """A model of a class of diffusers or of transformers with random weights, in evaluation mode."""
-    import diffusers
+    """A model of a class of diffusers or of transformers with random weights, in evaluation mode.
 
-    if (cls := getattr(diffusers, class_name, None)) is not None:
+    Raises ChunkflowError if one of them is not installed.
+    """
+    try:
+        import diffusers
+
+        if (cls := getattr(diffusers, class_name, None)) is None:
+            import transformers
+    except ModuleNotFoundError as error:
+        missing = f"{class_name} needs {error.name}, which is not installed"
+        raise ChunkflowError(f"{missing}: {INSTALL['diffusers']}.") from error
+    if cls is not None:
         made: nn.Module = cls(**config)
     else:
-        import transformers
-
         cls = getattr(transformers, class_name)
         made = cls(cls.config_class(**config))
     return made.eval()
