@@ -58,26 +58,26 @@ class TestDoctor(TestCase):
             health_table(findings(FAULTY)),
             """\
 what              found
-----------------  ----------------------------------------------------  -------
-python            3.11.7                                                ok
-torch             2.10.0+cu128                                          note
-CUDA              torch built for CUDA 12.8, driver 570.86              ok
-GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0         note
-GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1        note
-cpu               32 cores, 2 NUMA nodes                                ok
-host memory       8.0 GiB free of 64.0 GiB (/sys/fs/cgroup/memory.max)  note
-huge pages        private: madvise shared: none                         ok
-pinnable memory   limit 8.0 MiB                                         note
-gloo              available                                             ok
-NCCL              not in this torch                                     missing
-C++ compiler      none                                                  missing
-triton            none                                                  missing
-diffusers         not installed                                         note
-matplotlib        3.11.2                                                ok
-torch-tensorrt    not installed                                         ok
-compile cache     /cache, not usable: Read-only file system             note
-temporary files   /tmp, 30.0 GiB free                                   ok
-hardware profile  not looked for                                        note
+----------------  ------------------------------------------------------  -------
+python            3.11.7                                                  ok
+torch             2.10.0+cu128                                            note
+CUDA              torch built for CUDA 12.8, driver 570.86                ok
+GPU 0             NVIDIA L40S, 48.00 GiB, PCIe 4 x8, NUMA node 0          note
+GPU 1             NVIDIA L40S, 48.00 GiB, PCIe 1 x16, NUMA node 1         note
+cpu               32 cores, 2 NUMA nodes                                  ok
+host memory       8.00 GiB free of 64.00 GiB (/sys/fs/cgroup/memory.max)  note
+huge pages        private: madvise shared: none                           ok
+pinnable memory   limit 8.0 MiB                                           note
+gloo              available                                               ok
+NCCL              not in this torch                                       missing
+C++ compiler      none                                                    missing
+triton            none                                                    missing
+diffusers         not installed                                           note
+matplotlib        3.11.2                                                  ok
+torch-tensorrt    not installed                                           ok
+compile cache     /cache, not usable: Read-only file system               note
+temporary files   /tmp, 30.00 GiB free                                    ok
+hardware profile  not looked for                                          note
 
 torch: ChunkFlow is tested on 2.11 to 2.15: install one of these if this one fails
 
