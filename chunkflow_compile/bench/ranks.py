@@ -15,7 +15,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.quiet import quiet_diffusers, quiet_imports
+from chunkflow_compile.models.sizes import check_installed
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .job import Job, RankRun
@@ -27,6 +29,8 @@ TIMEOUT = timedelta(minutes=5)
 
 def run_job(job: Job) -> list[RankRun]:
     """Run the job and return the result of each process.  Raises ChunkflowError if one of them fails."""
+    if job.model is None or job.model in PRESETS:
+        check_installed("The model that is measured", "diffusers")
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, folder=folder)
         if job.link is not None:

@@ -199,7 +199,7 @@ def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ChunkflowError(
-            f"offload casts to torch.float32, float16 or bfloat16, not to {dtype!r}; for smaller weights, quantise the model."
+            f"offload casts to float32, float16 or bfloat16 of torch, not to {dtype!r}; for less, quantise the model."
         )
     return dtype
 

@@ -5,6 +5,7 @@ Imports no torch until a model is made.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,22 +52,26 @@ class Size(Shape):
         return self.head_dim - 2 * quarter, quarter, quarter
 
 
+def check_installed(what: str, name: str) -> None:
+    """Raise ChunkflowError if a package that ``what`` needs is not installed: diffusers, or transformers with it."""
+    if importlib.util.find_spec(name) is None:
+        raise ChunkflowError(f"{what} needs {name}, which is not installed: {INSTALL['diffusers']}.")
+
+
 def build_model(class_name: str, **config: Any) -> nn.Module:
     """A model of a class of diffusers or of transformers with random weights, in evaluation mode.
 
     Raises ChunkflowError if one of them is not installed.
     """
-    try:
-        import diffusers
+    check_installed(class_name, "diffusers")
+    import diffusers
 
-        if (cls := getattr(diffusers, class_name, None)) is None:
-            import transformers
-    except ModuleNotFoundError as error:
-        missing = f"{class_name} needs {error.name}, which is not installed"
-        raise ChunkflowError(f"{missing}: {INSTALL['diffusers']}.") from error
-    if cls is not None:
+    if (cls := getattr(diffusers, class_name, None)) is not None:
         made: nn.Module = cls(**config)
     else:
+        check_installed(class_name, "transformers")
+        import transformers
+
         cls = getattr(transformers, class_name)
         made = cls(cls.config_class(**config))
     return made.eval()

@@ -212,6 +212,13 @@ def test_a_plan_survives_json_and_tells_its_problem(policy: str) -> None:
         Plan.from_json("{}")
 
 
+def test_a_policy_without_a_branch_is_an_error() -> None:
+    """It would be layerwise, with the same figures."""
+    found = problem([6], [weight(0, CHUNK, (0,))])
+    with pytest.raises(ChunkflowError, match="Policy two-ahead has no windows: add its branch to _policy_windows"):
+        planned(found, policy="two-ahead")
+
+
 def test_a_budget_of_the_whole_model_keeps_the_whole_model() -> None:
     """Slots are rounded up to 256 bytes; resident weights are not."""
     found = problem([6], [weight(i, 100, (0,)) for i in range(10)])
