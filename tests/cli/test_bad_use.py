@@ -5,15 +5,19 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import HERE, MODEL, SIZES
+from torch.multiprocessing.spawn import ProcessRaisedException
 
+from chunkflow_compile.bench import ranks
 from chunkflow_compile.cli import pipeline, target
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.cli.output import called
+from chunkflow_compile.passes.errors import ChunkflowError
 
 OWN = "examples/ulysses_dit.py:planned"
 ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
@@ -191,11 +195,23 @@ def test_pictures_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert not Path("x.png").exists() and not Path("x.svg").exists()
 
 
-@pytest.mark.usefixtures("forked")
-def test_an_error_of_a_rank_is_a_sentence_too(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--layers", "1", "--frames", "1", "--steps", "1", "--lowering", "eager"]) == 2
-    said = capfd.readouterr().err
-    assert "is too little: the program needs" in said and "Traceback" not in said
+def test_an_error_of_a_rank_is_a_sentence_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors: list[Exception] = [ChunkflowError("memory=1 B is too little."), ValueError("memory=1 B is too little.")]
+
+    def spawn(*_: Any, **__: Any) -> None:
+        """As torch's, of a rank that raises."""
+        try:
+            raise errors.pop(0)
+        except Exception:
+            text = f"\n\n-- Process 0 terminated with the following error:\n{traceback.format_exc()}"
+            raise ProcessRaisedException(text, 0, 1) from None
+
+    monkeypatch.setattr(ranks, "spawn", spawn)
+    bench = ["bench", "contention", "--lowering", "eager"]
+    assert main(bench) == 2 and capsys.readouterr().err == "chunkflow: memory=1 B is too little.\n"
+    assert main(bench) == 2 and "Traceback" in capsys.readouterr().err, "of a fault of ours"
 
 
 def test_a_command_line_that_is_printed_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
