@@ -204,7 +204,7 @@ def test_an_error_of_a_rank_is_a_sentence_too(
         """As torch's, of a rank that raises."""
         try:
             raise errors.pop(0)
-        except Exception:
+        except (ChunkflowError, ValueError):
             text = f"\n\n-- Process 0 terminated with the following error:\n{traceback.format_exc()}"
             raise ProcessRaisedException(text, 0, 1) from None
 
