@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -27,7 +28,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_bytes, whole_number
 
 DEBUG = ("poison", "threads")
 # Field -> name of the option, if that is a keyword of Python.
@@ -120,9 +121,10 @@ class Options:
                     f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
                 )
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ChunkflowError(f"Option {name} must be a whole number of at least {least}, not {value!r}.")
+            whole_number(getattr(self, name), f"Option {name}", least)
+        for name in ("timings", "plan", "dump"):
+            if not isinstance(value := getattr(self, name), (str, Path, type(None))):
+                raise ChunkflowError(f"Option {name}={value!r} must be a path.")
         if self.chunk_bytes % 256:
             raise ChunkflowError(
                 f"Option chunk_bytes={self.chunk_bytes} must be a multiple of 256, the alignment of slots; "
@@ -135,11 +137,11 @@ class Options:
         check_disabled(self.disable)
         if not isinstance(self.arena, (Arena, type(None))):
             raise ChunkflowError(f"Option arena={self.arena!r} must be a chunkflow_compile.Arena(device).")
-        for name in self.debugging():
-            if name not in DEBUG:
-                raise ChunkflowError(
-                    f"Option debug={self.debug!r} is unknown; use {' or '.join(DEBUG)}, or a list of both."
-                )
+        several = isinstance(self.debug, Iterable) and not isinstance(self.debug, str)
+        if any(name not in DEBUG for name in (self.debug if several else [self.debug])):
+            raise ChunkflowError(
+                f"Option debug={self.debug!r} is unknown; use {' or '.join(DEBUG)}, or a list of both."
+            )
         self._check_goal()
 
     def _check_goal(self) -> None:
@@ -207,7 +209,7 @@ class Options:
             slowdown=self.slowdown,
             yields=self.yields,
             plan=self.given_plan(),
-            timings=None if self.timings is None else read_measured(self.timings).timings(),
+            timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
         )
 
@@ -217,9 +219,9 @@ def read_plan(path: str | Path) -> Plan:
     return _read_file(path, "plan", Plan.from_json)
 
 
-def read_measured(path: str | Path) -> Measured:
+def read_measured(path: str | Path, what: str = "measurement") -> Measured:
     """Read the measurement of a run.  Raises ChunkflowError if the file cannot be read or is not a measurement."""
-    return _read_file(path, "measurement", Measured.from_json)
+    return _read_file(path, what, Measured.from_json)
 
 
 def _read_file(path: str | Path, what: str, parse: Callable[[str], _Parsed]) -> _Parsed:
@@ -234,18 +236,26 @@ def _read_file(path: str | Path, what: str, parse: Callable[[str], _Parsed]) -> 
         raise ChunkflowError(f"{path}: {error}") from error
 
 
-def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+def parse_options(
+    options: Mapping[str, Any] | None, mode: str | None = None, caller: Callable[..., Any] | None = None
+) -> Options:
     """Check the options of the backend.  Raises ChunkflowError that names an unknown key and the nearest known one.
 
-    ``mode``: torch.compile's; its Inductor configuration is applied to every region.
+    ``mode``: torch.compile's; its Inductor configuration is applied to every region.  ``caller``: the function that takes the
+    options as ``**options``; what is meant may be an argument of its own.
     """
     given = dict(options or {})
-    known = [ALIASES.get(f.name, f.name) for f in fields(Options)]
+    own = () if caller is None else inspect.signature(caller).parameters.values()
+    known = [p.name for p in own if p.default is not p.empty]
+    known += [name for f in fields(Options) if (name := ALIASES.get(f.name, f.name)) not in known]
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? Options are {', '.join(known)}.")
-    inductor = {**_mode_options(mode), **dict(given.pop("inductor", None) or {})}
+    own_inductor = given.pop("inductor", None) or {}
+    if not isinstance(own_inductor, Mapping):
+        raise ChunkflowError(f"Option inductor={own_inductor!r} must be a dict of settings of Inductor.")
+    inductor = {**_mode_options(mode), **own_inductor}
     _check_inductor(inductor)
     for field_name, name in ALIASES.items():
         if name in given:

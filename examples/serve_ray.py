@@ -1,6 +1,6 @@
 """A server of a diffusers pipeline on Ray Serve, its weights streamed by ChunkFlow: one replica a GPU, or a Ulysses group.
 
-    pip install "chunkflow-compile[diffusers,ray]"
+    pip install '.[diffusers,ray]'
     python examples/serve_ray.py Wan-AI/Wan2.2-T2V-A14B-Diffusers --memory 24GiB --ulysses 2 --replicas 4
     python examples/serve_ray.py flux --tiny  # a small random pipeline, runs anywhere
     curl localhost:8000/generate -H "content-type: application/json" -d '{"prompt": "a paper boat", "seed": 1}'

@@ -25,6 +25,7 @@ from chunkflow_compile.passes.program.contracts import check_cut, check_plan, ch
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
+from chunkflow_compile.units import size
 
 from .errors import ChunkflowError
 from .hardware import Hardware
@@ -127,7 +128,9 @@ def _check_known(problem: Problem, memory: int | None, plan: Plan) -> None:
     """Raise ChunkflowError if a plan that was made before is not for this problem, or takes more than the budget."""
     plan.check_problem(problem)
     if memory is not None and plan.device_bytes > memory:
-        raise ChunkflowError(f"The plan takes {plan.device_bytes} bytes on the device, more than memory={memory}.")
+        raise ChunkflowError(
+            f"The plan takes {size(plan.device_bytes)} on the device, more than memory={size(memory)}."
+        )
 
 
 def plan_key(problem: Problem, settings: Settings, like: Plan | None, inside: bool) -> str:

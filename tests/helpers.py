@@ -27,6 +27,7 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.units import parse_bytes
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -259,3 +260,8 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return self._terminal
+
+
+def memory_named(error: object) -> int:
+    """The budget that an error tells to give, bytes."""
+    return parse_bytes(re.findall(r"memory='([\w.]+)'", str(error))[-1], "memory")

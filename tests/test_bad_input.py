@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,25 @@ from helpers import Stack, twins
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
+from chunkflow_compile import (
+    Arena,
+    ChunkflowError,
+    admit,
+    apply,
+    compile,
+    cycles,
+    enable_adapters,
+    explain,
+    offload,
+    programs,
+    remove,
+    replan,
+    restore,
+    save,
+)
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.releases import warn_if_untested
+from chunkflow_compile.units import enough, parse_bytes, size
 
 
 def stack() -> Stack:
@@ -86,7 +103,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (given(inductor={"freezing": True}), r"freezing turns weights into constants"),
     (given(inductor={"max_autotun": True}), r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
     (given(inductor={"triton.cudagraphs": True}), r"would double the streamed weights"),
-    (given(memory=4096), r"memory=4096 bytes is too little: the program needs (\d+) bytes.*Give memory=\1 or more"),
+    (given(memory=4096), r"memory=4.0 KiB is too little: the program needs (\S+) KiB.*Give memory='\S+KiB' or more"),
     (frozen, r"freezing turns weights"),
     (torch.enable_grad()(run), r"inference only.*torch.no_grad\(\)"),
     (placed_inputs, r"placed for cpu, but argument 0 is on meta: move it to cpu"),
@@ -94,6 +111,28 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (twice(offload), r"offloaded already"),
     (lambda _: offload(Stack().to("meta")), r"meta device, without values"),
     (by_kind(memry=3), r"Unknown option 'memry'; did you mean 'memory'"),
+    (by_kind(devise="cpu"), r"Unknown option 'devise'; did you mean 'device'\? Options are device, dtype, share, "),
+    (by_kind(host_memry=3), r"Unknown option 'host_memry'; did you mean 'host_memory'"),
+    (by_kind(memory="12 gigs"), r"memory='12 gigs' is not a size"),
+    (by_kind(plan="/nowhere"), r"The plan /nowhere cannot be read: No such file"),
+    (by_kind(timings="/nowhere"), r"The timings /nowhere cannot be read: No such file"),
+    (by_kind(dump="/proc/nowhere"), r"The folder /proc/nowhere cannot be written"),
+    (by_kind(dump=5), r"dump=5 must be a path"),
+    (by_kind(hardware="nope.json"), r"The hardware profile nope.json cannot be read: No such file"),
+    (by_kind(inductor="x"), r"inductor='x' must be a dict"),
+    (by_kind(debug=5), r"debug=5 is unknown; use poison or threads"),
+    (by_kind(device="gpu"), r"device='gpu' is no device of torch: give 'cpu', 'cuda' or 'cuda:0'"),
+    (by_kind(dtype="bf16"), r"casts to float32, float16 or bfloat16 of torch, not to 'bf16'"),
+    (lambda model: offload(model, min_bytes="1MiB"), r"min_bytes must be a whole number of at least 0, not '1MiB'"),
+    (lambda model: offload(model, min_bytes=64, host_memory="24 gigs"), r"host_memory='24 gigs' is not a size"),
+    (lambda model: restore(model, 5.5), r"device=5.5 is no device of torch"),
+    (lambda _: Arena("gpu"), r"device='gpu' is no device of torch"),
+    (lambda _: Arena(None), r"device=None is no device of torch"),
+    (lambda _: remove("x"), r"remove takes a diffusers pipeline, not str"),
+    (lambda _: enable_adapters("x"), r"enable_adapters takes a model or a pipeline with a transformer, not str"),
+    (lambda _: explain("x"), r"This str is not applied: call chunkflow_compile.apply\(pipe\) first"),
+    (lambda _: admit("x"), r"This str is not applied"),
+    (lambda _: apply("x"), r"apply takes a diffusers pipeline, not str"),
     (by_kind(mode="reduce-overhead"), r"use mode 'max-autotune-no-cudagraphs'"),
     (by_kind(mode="fast"), r"Unknown mode 'fast'"),
     (by_kind(dynamic="yes"), r"dynamic='yes' must be True"),
@@ -104,6 +143,9 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (twice(compile, lowering="eager"), r"compiled already: call the model as it is"),
     (lambda model: twice(compile, dtype=torch.bfloat16)(offload(model, min_bytes=64)), r"placed already, so dtype"),
 ]
+
+OF_A_MODEL = (offload, restore, programs, cycles, replan, lambda model: save(model, "x"))
+REFUSED += [(lambda _, f=f: f("x"), r"This str is no model: pass a torch.nn.Module") for f in OF_A_MODEL]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
@@ -119,13 +161,14 @@ def test_what_is_refused_leaves_the_model_as_it_was(call: Callable[[Any], Any], 
 
 def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    with pytest.raises(Exception, match="too little") as raised:
+    with pytest.raises(Exception, match="memory=1 B is too little") as raised:
         run(model, x, memory=1)
-    floor = int(str(raised.value).split("Give memory=")[1].split()[0])
-    with pytest.raises(Exception, match=f"Give memory={floor} "):
+    named = re.search(r"Give memory='(\S+)' or more", str(raised.value))[1]
+    torch.testing.assert_close(run(model, x, memory=named, lowering="eager"), twin(x))
+    floor = programs(model)[-1].plan.device_bytes
+    assert floor <= parse_bytes(named, "memory") < floor + 1024 / 10
+    with pytest.raises(Exception, match=f"is too little: .*Give memory='{named}'"):
         run(model, x, memory=floor - 1)
-    torch.testing.assert_close(run(model, x, memory=floor, lowering="eager"), twin(x))
-    assert programs(model)[-1].plan.device_bytes == floor
 
 
 def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, no_grad: None) -> None:
@@ -222,3 +265,19 @@ def test_an_untested_torch_is_a_warning(monkeypatch: pytest.MonkeyPatch, no_grad
             warn_if_untested(tested)
         with pytest.raises(UserWarning, match="is tested on"):
             warn_if_untested("2.16.0a0")
+
+
+def test_a_size_is_shown_in_the_unit_that_fits_and_is_enough_when_it_is_pasted_back() -> None:
+    shown = {
+        0: "0 B",
+        1023: "1023 B",
+        4096: "4.0 KiB",
+        (1 << 20) - 1: "1.0 MiB",
+        1611137024: "1.50 GiB",
+        5 << 40: "5120.00 GiB",
+    }
+    assert {nbytes: size(nbytes) for nbytes in shown} == shown and size(None) == "-"
+    named = {5: "5B", 17408: "17KiB", 17409: "17.1KiB", 1 << 30: "1GiB", (1 << 30) + 1: "1.01GiB"}
+    assert {nbytes: enough(nbytes) for nbytes in named} == named
+    for nbytes in (*named, *(3**n for n in range(28)), *((1 << n) - 1 for n in range(44))):
+        assert nbytes <= parse_bytes(enough(nbytes), "memory") <= 1.1 * nbytes + 1

@@ -19,13 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WITHIN, forking
-from helpers import Stack, UlyssesStack, check_steps, twins
+from helpers import Stack, UlyssesStack, check_steps, memory_named, twins
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.units import enough, size
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.Mo
     model, twin = stack(), stack()
     run = compiled(model)
     with pytest.warns(
-        UserWarning, match=r"host memory of blocks\.\d\.\w+\.weight \(8192 bytes\) could not be pinned"
+        UserWarning, match=r"host memory of blocks\.\d\.\w+\.weight \(8\.0 KiB\) could not be pinned"
     ) as told:
         check_steps(run, twin, 3)
     assert len([w for w in told if "pinned" in str(w.message)]) == 1 and len(tried) == 2
@@ -100,14 +101,14 @@ def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, mo
     budget = {"slowdown": None, "chunk_bytes": 8192}  # one chunk per weight: with two, planning takes seconds
     options = {} if memory is None else {**budget, "memory": memory}
     run = compiled(model, **options)
-    given = "No budget was given" if memory is None else f"The budget was memory={memory}"
+    given = "No budget was given" if memory is None else f"The budget was memory={size(memory)}"
     with monkeypatch.context() as patch:
         patch.setattr(CpuDevice, "allocate", fail_at(CpuDevice.allocate, 1, torch.OutOfMemoryError("out of memory")))
-        with pytest.raises(ChunkflowError, match=rf"no room for an arena of \d+ bytes.*{given}.* memory=\d+") as told:
+        with pytest.raises(ChunkflowError, match=rf"no room for an arena of [\d.]+ KiB.*{given}.* memory='") as told:
             run(x)
-    floor = int(str(told.value).split("runs in is memory=")[1].split(".")[0])
-    with pytest.raises(Exception, match=f"Give memory={floor} "):
-        compiled(stack(), **budget, memory=floor - 1)(x)
+    floor = memory_named(told.value)
+    with pytest.raises(Exception, match=f"Give memory='{enough(floor)}' "):
+        compiled(stack(), **budget, memory=floor - 1024)(x)
     assert torch.equal(run(x), twin(x)), "there is room again"
     assert_survives(model, twin, **budget, memory=floor)
 

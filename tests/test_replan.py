@@ -81,7 +81,7 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
     check(run, twin)
     (before,) = programs(model)
     for goal, said in (
-        ({"memory": 100}, "memory=100 bytes is too little"),
+        ({"memory": 100}, "memory=100 B is too little"),
         ({"memory": 100, "slowdown": 2.0}, "Give memory or slowdown, not both"),
         ({"policy": "layerwise-prefix"}, "layerwise-prefix keeps what fits a budget: give memory="),
         ({"policy": "eager"}, "policy='eager' is unknown"),
@@ -211,7 +211,7 @@ def test_timings_of_another_model_and_of_no_model_are_refused(tmp_path: Path, no
     old.write_text(json.dumps({**json.loads(file.read_text()), "schema": 1}))
     for given, said in (
         ({"timings": str(old)}, f"old.json: The measurement has schema 1, this version reads {SCHEMA}"),
-        ({"timings": "/nowhere.json"}, "The measurement /nowhere.json cannot be read: No such file"),
+        ({"timings": "/nowhere.json"}, "The timings /nowhere.json cannot be read: No such file"),
         ({"replan_after": -1}, "replan_after must be a whole number of at least 0"),
         ({"replan_after": 2, "plan": "p.json", "slowdown": None}, "Give a plan or replan_after, not both"),
     ):

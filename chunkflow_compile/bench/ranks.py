@@ -15,7 +15,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.hardware.loopback import join_loopback
-from chunkflow_compile.models.quiet import quiet_imports
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.models.quiet import quiet_diffusers, quiet_imports
+from chunkflow_compile.models.sizes import check_installed
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .job import Job, RankRun
@@ -27,6 +29,8 @@ TIMEOUT = timedelta(minutes=5)
 
 def run_job(job: Job) -> list[RankRun]:
     """Run the job and return the result of each process.  Raises ChunkflowError if one of them fails."""
+    if job.model is None or job.model in PRESETS:
+        check_installed("The model that is measured", "diffusers")
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, folder=folder)
         if job.link is not None:
@@ -34,16 +38,15 @@ def run_job(job: Job) -> list[RankRun]:
         try:
             spawn(_run_rank, (job,), nprocs=job.processes)
         except ProcessException as error:
-            raise ChunkflowError(f"A rank failed: {error}") from error
+            _, ours, said = str(error).rpartition(f"{ChunkflowError.__module__}.{ChunkflowError.__name__}: ")
+            raise ChunkflowError(said.strip() if ours else f"A rank failed: {error}") from error
         return [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(job.processes)]
 
 
 def _run_rank(rank: int, job: Job) -> None:
-    import diffusers
-
     if job.device != "cuda":
         _pin_to_cores(rank, job.processes)
-    diffusers.utils.logging.set_verbosity_error()
+    quiet_diffusers()
     warnings.filterwarnings("ignore")
     if job.transport != "processes":
         join_loopback(job.ranks, by_kernels=job.transport == "loopback-kernels")

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles
 
 from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json, seconds, size, table
+from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json, seconds, table
 from chunkflow_compile.runtime.measurement import StepMeasurement
+from chunkflow_compile.units import size
 
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad

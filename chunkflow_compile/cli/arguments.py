@@ -10,7 +10,10 @@ from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.sizes import Quantisation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, DEFAULT_MIN_BYTES, Yield
+from chunkflow_compile.units import enough
 
+# The machines of plans if none is named: of one model, and of a whole pipeline on one card.
+MACHINE, CARD = "h100-pcie-x2", "rtx-4090-pcie"
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 SIZES = {
     "frames": "frames of video",
@@ -36,7 +39,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     add("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
     branches = "2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)"
     add("--cfg-parallel", type=int, default=1, metavar="N", help=branches)
-    add_hardware(parser, "h100-pcie-x2")
+    add_hardware(parser, MACHINE)
     add_kernels(parser)
     add(
         "--nodes",
@@ -67,13 +70,13 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     add("--forwards", type=int, metavar="N", help=calls)
     defaults = {"chunk-bytes": DEFAULT_CHUNK_BYTES, "min-bytes": DEFAULT_MIN_BYTES, "group-bytes": DEFAULT_GROUP_BYTES}
     for name, default in defaults.items():
-        shown = f"as in options (default {default >> 20} MiB)"
+        shown = f"as in options (default {enough(default)})"
         add(f"--{name}", default=str(default), metavar="SIZE", help=shown)
 
 
 def add_hardware(parser: argparse.ArgumentParser, default: str) -> None:
     known = f"{', '.join(profile_names())}, a JSON file, or measured (default {default})"
-    parser.add_argument("--hardware", default=default, metavar="HW", help=known)
+    parser.add_argument("--hardware", metavar="HW", help=known)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:

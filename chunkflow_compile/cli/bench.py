@@ -20,8 +20,7 @@ from chunkflow_compile.models.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
-from chunkflow_compile.report.pictures import draw_arms
-from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.report.pictures import check_picture, draw_arms
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1 or (arguments.ranks is not None and arguments.ranks < 1):
         raise ChunkflowError("--steps and --ranks must be at least 1.")
     if arguments.picture:
-        check_writable(Path(arguments.picture))
+        check_picture(arguments.picture)
     job = _job(arguments)
     ranks = run_job(job)
     found = summarise(job, ranks)
@@ -61,7 +60,7 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.device != "cuda":
         pace = arguments.pace or None
         load = None if arguments.bandwidth else arguments.load or regime.load
-        bandwidth = parse_rate(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else TO_BE_DERIVED
+        bandwidth = parse_rate(arguments.bandwidth, "bandwidth") if arguments.bandwidth else TO_BE_DERIVED
         link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared="port" if arguments.one_port else "")
     return Job(
         regime=regime,

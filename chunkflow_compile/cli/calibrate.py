@@ -17,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.units import parse_rate
+from chunkflow_compile.units import parse_rate, size
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.emulate:
         if name != "cpu":
             raise ChunkflowError(f"--emulate: --device {name} has a link of its own; use --device cpu.")
-        emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "--emulate"))
+        emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "emulate"))
     if not arguments.out:
         with contextlib.suppress(OSError):  # check_writable reports a folder that cannot be created
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def profile_table(profile: Hardware) -> str:
     rows += [
         ("attention takes", profile.attention),
         ("memory", f"{profile.memory_rate / 1e9:.4g} GB/s"),
-        ("cache", f"{profile.cache_bytes >> 20} MiB, {profile.cache_bandwidth / 1e9:.4g} GB/s"),
+        ("cache", f"{size(profile.cache_bytes)}, {profile.cache_bandwidth / 1e9:.4g} GB/s"),
         ("a kernel", f"{profile.kernel_s * 1e6:.3g} us"),
         ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us a chunk"),
         (

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.report.record import size
+from chunkflow_compile.units import size
 
 from .output import Progress, say, write_json
 
@@ -61,7 +61,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         )
     found.reverse()
     _note_undivided(arguments.model, work)
-    say(arguments, f"{made.title}, simulated on {made.hardware.name}, {made.calls}\n")
+    say(arguments, f"{made.title}, simulated on {made.machine}, {made.calls}\n")
     rows = [
         (
             d.degree,

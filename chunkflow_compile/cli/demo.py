@@ -13,9 +13,9 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import BenchRecord, conditions, summarise
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.report.record import table
+from chunkflow_compile.report.record import check_folder, table
 
-from .output import say, write_json
+from .output import called, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(arguments, f"{name}: {_finding(measured)}")
     program = ranks[0].arms["chunkflow"].program  # of the regime that was measured last
     folder = None if program is None else program.folder
-    say(arguments, f"\nprogram: {folder}/04_verified.py\nto explain it: chunkflow explain {folder}")
+    say(arguments, f"\nprogram: {folder}/04_verified.py\nto explain it: {called('explain', str(folder))}")
     bodies = {name: measured.record.body for name, measured in found.items()}
     write_json(arguments, {**bodies["compute-rich"], "regimes": bodies})
     return 0 if all(arm.equal_to_resident for r in found.values() for arm in r.record.arms.values()) else 1
@@ -62,11 +62,6 @@ def _arm_ratio(found: BenchRecord, arm: str, base: str) -> str:
 def _made_folder(dump: str | None) -> Path:
     """Create the folder before minutes of work.  Raises ChunkflowError if it cannot be written."""
     try:
-        if dump is None:
-            return Path(tempfile.mkdtemp(prefix="chunkflow-demo-"))
-        Path(dump).mkdir(parents=True, exist_ok=True)
+        return check_folder(dump or tempfile.mkdtemp(prefix="chunkflow-demo-"))
     except OSError as error:
-        raise ChunkflowError(
-            f"{dump or 'A temporary folder'} cannot be written: {error}. Give another: --dump."
-        ) from error
-    return Path(dump)
+        raise ChunkflowError(f"A temporary folder cannot be created: {error}. Give one: --dump.") from error

@@ -9,15 +9,18 @@ from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.models.presets import weight_bytes
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.health import engines, findings, health_table, room_for
 
-from .output import say, write_json
+from .output import called, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.ranks < 1:
+        raise ChunkflowError("--ranks must be at least 1.")
     machine = look()
     settle()
-    found = (*findings(machine), engines(why_not_tensorrt()))
+    found = (*findings(machine, called()), engines(why_not_tensorrt()))
     if arguments.model is not None:
         read_time = ReadTime.here(weight_bytes(arguments.model))
         found += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)

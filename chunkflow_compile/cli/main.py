@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -63,10 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         if isinstance(error, ChunkflowError):
-            print(f"chunkflow: {error}", file=sys.stderr)
+            print(f"chunkflow: {_with_options(str(error), arguments.options)}", file=sys.stderr)
             return 1 if isinstance(error, FindingError) else 2
         print(f"chunkflow: {first_line(error)} (unexpected; full traceback: {save_traceback()})", file=sys.stderr)
         return 2
+
+
+def _with_options(said: str, options: Sequence[str]) -> str:
+    """The text of an error that names arguments of Python, with the options of the command for them: the rooms below know
+    ``memory='4GiB'``, and the user has written ``--memory 4GiB``."""
+    names = {option.strip("-").replace("-", "_"): option for option in options}
+
+    def option(match: re.Match[str]) -> str:
+        word, name, given = match[1] or "", match[2], match[3]
+        return names[name] + (" " if given else "") if word or given or "_" in name else match[0]
+
+    return re.sub(rf"(?<![\w./-])([Oo]ption )?({'|'.join(names)})\b(=?)", option, said)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.arguments(own)
         own.add_argument("--debug", action="store_true", help="show the Python traceback of an error")
+        own.set_defaults(options=re.findall(r"--[\w-]+", own.format_usage()))
     return parser
 
 

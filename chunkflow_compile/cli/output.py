@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
+import shutil
+import sys
 import tempfile
 import threading
 import traceback
@@ -40,6 +43,17 @@ def write_json(arguments: argparse.Namespace, body: object) -> None:
             Path(arguments.json).write_text(text)
         except OSError as error:
             raise ChunkflowError(f"{arguments.json} cannot be written: {error.strerror}.") from error
+
+
+def called(*words: str) -> str:
+    """The command line of another command, to be pasted: the program is called as it was for this one."""
+    script = Path(sys.argv[0])
+    if script.stem != "chunkflow":
+        program = [sys.executable, "-m", "chunkflow_compile.cli.main"]
+    else:
+        on_path = shutil.which(script.stem)
+        program = [script.stem if on_path and script.exists() and script.samefile(on_path) else str(script)]
+    return shlex.join([*program, *words])
 
 
 def save_traceback() -> str:

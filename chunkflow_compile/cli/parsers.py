@@ -13,7 +13,7 @@ from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.published import PUBLISHED
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, STAGES
 
-from .arguments import SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_sizes
+from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_sizes
 
 # Measured steps per arm.
 _DEMO_STEPS = 3
@@ -96,7 +96,7 @@ def _pipeline(parser: ArgumentParser) -> None:
     add("pipeline", metavar="PIPELINE", help=", ".join(PUBLISHED))
     parser.set_defaults(nodes=1, ulysses=1, cfg_parallel=1)  # it is planned for one card
     add("--memory", metavar="SIZE", help="most bytes on the device, such as 12GiB (default: the least that fits)")
-    add_hardware(parser, "rtx-4090-pcie")
+    add_hardware(parser, CARD)
     add_kernels(parser)
     add("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     add_sizes(parser, ("frames", "height", "width"), "sizes (default: as published)")

@@ -22,20 +22,23 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import draw_generation, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
-from chunkflow_compile.report.record import check_writable, size
+from chunkflow_compile.report.pictures import check_picture
+from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_bytes, size
 
-from .arguments import sizes_given
+from .arguments import CARD, sizes_given
 from .output import Progress, say, write_json
-from .target import machine
+from .target import machine, shown
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for file in filter(None, (arguments.picture, arguments.timeline)):
-        check_writable(Path(file))
-    found, hardware = published(arguments.pipeline), machine(load_profile(arguments.hardware), arguments)
-    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
+    if arguments.picture:
+        check_picture(arguments.picture)
+    if arguments.timeline:
+        check_writable(Path(arguments.timeline))
+    found, hardware = published(arguments.pipeline), machine(load_profile(arguments.hardware or CARD), arguments)
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "memory")
     sizes = replace(found.transformer.sizes, **sizes_given(arguments))
     found.transformer.shape(sizes)
     steps = found.steps if arguments.steps is None else arguments.steps
@@ -48,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         least = least_budget(components, hardware)
         memory = least if memory is None else memory
         ways = generations(components, hardware, memory)
-    title = f"{found.name}, {sizes}, {steps} steps, on {hardware.name}"
+    title = f"{found.name}, {sizes}, {steps} steps, on {shown(hardware, arguments)}"
     say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")
     say(arguments, generation_tables(ways, found.transformer.forwards))
     if arguments.picture:

@@ -14,16 +14,17 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import chunk_count
-from chunkflow_compile.report.pictures import draw_curve
+from chunkflow_compile.report.pictures import check_picture, draw_curve
 from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
-from chunkflow_compile.report.record import check_writable, seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 
 from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.curve:
-        check_writable(Path(arguments.curve))
+        check_picture(arguments.curve)
     if arguments.curve is not None and (
         arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto"
     ):
@@ -62,7 +63,7 @@ def _curve(arguments: argparse.Namespace) -> int:
     say(arguments, tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
     write_json(arguments, {"model": found.heading, "points": points})
     if picture:
-        draw_curve(points, found.forwards, f"{found.title}, {found.parallel}, {found.hardware.name}", Path(picture))
+        draw_curve(points, found.forwards, f"{found.title}, {found.parallel}, {found.machine}", Path(picture))
         say(arguments, f"\npicture: {picture}")
     return 0
 

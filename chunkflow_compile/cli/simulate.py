@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from chunkflow_compile.cli import target
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.plan import Plan
@@ -19,6 +20,8 @@ from .parsers import SIMULATED
 def run(arguments: argparse.Namespace) -> int:
     if arguments.sweep_ulysses is not None:
         return sweep(arguments)
+    if arguments.policy == "layerwise-prefix" and not arguments.memory:
+        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
     progress = Progress(2)
     found = target.load_target(arguments, progress)
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
@@ -27,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         target.note_rates(found)
         plans = {policy: _plan(found, policy) for policy in policies}
     record = ComparisonRecord(
-        model=f"{found.title}, simulated on {found.hardware.name}",
+        model=f"{found.title}, simulated on {found.machine}",
         degree=found.degree,
         cfg_parallel=found.cfg_parallel,
         arms={

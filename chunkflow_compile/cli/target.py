@@ -13,6 +13,7 @@ from typing import Any
 
 from chunkflow_compile.models.branches import BRANCHES
 from chunkflow_compile.models.presets import preset
+from chunkflow_compile.models.quiet import quiet_diffusers
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
@@ -25,7 +26,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-from .arguments import add_model, sizes_given
+from .arguments import MACHINE, add_model, sizes_given
 from .output import Progress, save_traceback
 
 
@@ -33,9 +34,9 @@ from .output import Progress, save_traceback
 class Target:
     """A traced model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
 
-    ``cfg_parallel``: 2 if each branch of classifier-free guidance has ranks of its own.  ``regional``: whether its blocks
-    are compiled one by one, and run as a cycle.  ``host_memory``: most bytes of its weights in host memory, None for all of
-    them.
+    ``machine``: its name, and whether it is the default.  ``cfg_parallel``: 2 if each branch of classifier-free guidance has
+    ranks of its own.  ``regional``: whether its blocks are compiled one by one, and run as a cycle.  ``host_memory``: most
+    bytes of its weights in host memory, None for all of them.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Target:
     degree: int
     forwards: int
     settings: Settings
+    machine: str
     cfg_parallel: int = 1
     regional: bool = False
     host_memory: int | None = None
@@ -94,7 +96,7 @@ class Target:
     def heading(self) -> str:
         without = f"; without {', '.join(sorted(self.settings.disabled))}" if self.settings.disabled else ""
         without += "; its blocks compiled one by one" if self.regional else ""
-        return f"{self.title}; {self.parallel} on {self.hardware.name}, {self.calls}{without}"
+        return f"{self.title}; {self.parallel} on {self.machine}, {self.calls}{without}"
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
@@ -102,11 +104,11 @@ def options_of(arguments: argparse.Namespace) -> Options:
     return Options(
         memory=arguments.memory,
         slowdown=arguments.slowdown,
-        hardware=arguments.hardware,
+        hardware=arguments.hardware or MACHINE,
         yields=arguments.yields,
-        chunk_bytes=parse_bytes(arguments.chunk_bytes, "--chunk-bytes"),
-        min_bytes=parse_bytes(arguments.min_bytes, "--min-bytes"),
-        group_bytes=parse_bytes(arguments.group_bytes, "--group-bytes"),
+        chunk_bytes=parse_bytes(arguments.chunk_bytes, "chunk_bytes"),
+        min_bytes=parse_bytes(arguments.min_bytes, "min_bytes"),
+        group_bytes=parse_bytes(arguments.group_bytes, "group_bytes"),
         disable=tuple(arguments.disable_pass),
     )
 
@@ -121,6 +123,11 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     options = options_of(arguments)
     settings = options.settings()
     settings = replace(settings, hardware=machine(settings.hardware, arguments))
+    if arguments.drive is not None:
+        rate = parse_rate(arguments.drive, "drive")
+        settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=rate))
+    if arguments.host_memory is not None:
+        parse_bytes(arguments.host_memory, "host_memory")
     given = sizes_given(arguments)
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
@@ -200,6 +207,11 @@ def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
     return calls // ranks
 
 
+def shown(hardware: Hardware, arguments: argparse.Namespace) -> str:
+    """The name of the machine, and whether the user has named it."""
+    return hardware.name if arguments.hardware else f"{hardware.name} (the default)"
+
+
 def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
     """The machine with the attention kernel and the number of nodes that the user has set.
 
@@ -221,18 +233,16 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
 
 
 def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, settings: Settings, forwards: int) -> Target:
-    if arguments.drive is not None:
-        rate = parse_rate(arguments.drive, "--drive")
-        settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=rate))
     return Target(
         title=title,
         traced=replace(traced, fused=arguments.lowering == "inductor"),
         degree=arguments.ulysses,
         forwards=forwards,
         settings=settings,
+        machine=shown(settings.hardware, arguments),
         cfg_parallel=arguments.cfg_parallel,
         regional=arguments.regional,
-        host_memory=None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "--host-memory"),
+        host_memory=None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "host_memory"),
     )
 
 
@@ -241,9 +251,7 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
 
     What the model prints goes to stderr: stdout is for tables or JSON only.
     """
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()  # warnings about missing GPUs do not belong in a table
+    quiet_diffusers()
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:

@@ -11,21 +11,19 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
-from chunkflow_compile.report.record import check_writable, fine, seconds, size
+from chunkflow_compile.report.pictures import check_picture
+from chunkflow_compile.report.record import fine, seconds
 from chunkflow_compile.report.timeline_picture import draw_timeline
+from chunkflow_compile.units import size
 
 from .output import Progress
-
-FORMATS = (".png", ".svg", ".json")
 
 
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
-    if out.suffix not in FORMATS:
-        raise ChunkflowError(f"--out {out} has an unknown file type: use one of {', '.join(FORMATS)}.")
     if arguments.blocks < 1:
         raise ChunkflowError("--blocks must be at least 1.")
-    check_writable(out)
+    check_picture(out, ".json")
     title, plan = _plan_shown(arguments)
     lanes = lanes_of(plan)
     total = sum(w.nbytes for w in plan.weights)
@@ -57,4 +55,4 @@ def _plan_shown(arguments: argparse.Namespace) -> tuple[str, Plan]:
         plan = read_plan(arguments.model)
         return f"{Path(arguments.model).name}, policy {plan.policy} on {plan.hardware}", plan
     found, plan = target.load_and_plan(arguments, Progress(2))
-    return f"{found.title}; {found.parallel} on {found.hardware.name}", plan
+    return f"{found.title}; {found.parallel} on {found.machine}", plan

@@ -44,6 +44,10 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
         raise ChunkflowError(
             f"enable_adapters takes a model or a pipeline with a transformer, not {type(model).__name__}."
         )
+    if not isinstance(targets, (str, type(None))) and not (
+        isinstance(targets, Sequence) and all(isinstance(name, str) for name in targets)
+    ):
+        raise ChunkflowError(f"targets={targets!r} must be names of linear layers, such as ['to_q', 'to_k'].")
     for part in found:
         _check(part, rank, slots)
     for part in found:

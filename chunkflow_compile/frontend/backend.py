@@ -70,6 +70,7 @@ from chunkflow_compile.runtime.call_site import bare
 from chunkflow_compile.runtime.codes import Code, Codes, Goal
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.runner import HostConstants, Runner
+from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.modules import ModelIndex, blocks_around
@@ -317,5 +318,5 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 def _room_advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:
     """A sentence on what would fit, for the error when there is no room."""
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)
-    budget = "No budget was given" if memory is None else f"The budget was memory={memory}"
-    return f"{budget}, and the least that this model runs in is memory={least}. "
+    budget = "No budget was given" if memory is None else f"The budget was memory={size(memory)}"
+    return f"{budget}, and the least that this model runs in is memory={enough(least)!r}. "

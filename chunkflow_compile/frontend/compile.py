@@ -31,8 +31,9 @@ from chunkflow_compile.frontend.layers import LayerForward, Replacement, layers_
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.model.offload import offload
 from chunkflow_compile.model.placement import Placement, placement_of
-from chunkflow_compile.options import parse_options
+from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.report.record import check_folder
 from chunkflow_compile.weights.progress import CompileProgress
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def compile(
             f"This model is placed already, so {' and '.join(named)} would change nothing: leave out what offload() was "
             "given, or call chunkflow_compile.restore(model) first."
         )
-    chosen = parse_options(options, mode)
+    chosen = check_options(options, mode, compile)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
     if placement_of(model) is None:
         offload(model, device, min_bytes=chosen.min_bytes, dtype=dtype, share=share, host_memory=host_memory)
@@ -96,6 +97,15 @@ def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[st
             f"{'This model' if whole else 'A part of this model'} is compiled already: call the model as it is, also after "
             "restore(), which its next call undoes; or pass one that was never compiled."
         )
+
+
+def check_options(options: Mapping[str, Any], mode: str | None, caller: Callable[..., Any]) -> Options:
+    """The options of ``caller``, as :func:`parse_options`, before any weight moves: their files can be read, and written."""
+    chosen = parse_options(options, mode, caller)
+    chosen.settings()  # reads the plan and the timings
+    if chosen.dump is not None:
+        check_folder(chosen.dump)
+    return chosen
 
 
 def check_dynamic(dynamic: bool | None) -> None:

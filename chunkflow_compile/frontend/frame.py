@@ -26,6 +26,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
 from chunkflow_compile.weights.modules import ModelIndex, filled_by, held_by, hooks_of
@@ -63,7 +64,7 @@ def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: in
         return [*buffers.values()], modules
     nbytes = _large_bytes(buffers.values(), min_bytes)
     _warn_once(
-        f"{nbytes:,} bytes of buffers stay on the device and are not streamed, because they belong to several models: call "
+        f"{size(nbytes)} of buffers stay on the device and are not streamed, because they belong to several models: call "
         "chunkflow_compile.offload on each of them before the first call."
     )
     return [], modules
@@ -95,7 +96,7 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
     if nbytes := _large_bytes(weights, min_bytes):
         hidden = "gc.freeze() has hidden it, or there is none"
         _warn_once(
-            f"{nbytes:,} bytes of parameters stay on the device and are not streamed, because no module was found that holds "
+            f"{size(nbytes)} of parameters stay on the device and are not streamed, because no module was found that holds "
             f"them: {hidden if gc.get_freeze_count() else 'they are attributes of none'}. Call "
             "chunkflow_compile.offload(model) before the first call; put parameters that are in no module into one, such as "
             "torch.nn.ParameterList, and offload that."
@@ -107,7 +108,7 @@ def warn_if_alone(index: ModelIndex, program: Program) -> None:
     nbytes = sum(w.nbytes for w in program.problem.weights if w.name in program.offloaded)
     if index.alone and nbytes and not program.plan.streamed:
         _warn_once(
-            f"The plan streams none of the {nbytes:,} bytes of {type(index.root).__name__}. If it is a part of a model: "
+            f"The plan streams none of the {size(nbytes)} of {type(index.root).__name__}. If it is a part of a model: "
             "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "
             "the first call."
         )

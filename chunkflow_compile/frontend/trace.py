@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -171,7 +172,7 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
         if id(parameter) not in model.names:
             keep = NO_MODULE
         elif nbytes < min_bytes and id(parameter) not in model.filled:
-            keep = f"small: {nbytes} bytes"
+            keep = f"small: {size(nbytes)}"
     drive = buffer is not None and buffer.drive is not None
     return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive)
 

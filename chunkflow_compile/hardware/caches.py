@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # The first kernel for the CPU takes 150 MB, most of it a precompiled header; one for a GPU takes less than this.
@@ -102,7 +103,7 @@ def _settle_temporary() -> Folder:
         if os.path.isdir(base) and not (found := _looked_at(base)).fault:
             os.environ["TMPDIR"], tempfile.tempdir = base, None
             warn_once(
-                f"{base} is used for temporary files, because {usual.path} has {usual.free} bytes free: set TMPDIR to a "
+                f"{base} is used for temporary files, because {usual.path} has {size(usual.free)} free: set TMPDIR to a "
                 "folder with room."
             )
             return found
@@ -203,7 +204,7 @@ def _looked_at(path: str) -> Folder:
     if system.f_flag & os.ST_NOEXEC:
         return Folder(path, free, "no program can be run from there: noexec")
     if free < _LEAST_BYTES:
-        return Folder(path, free, f"{free} bytes are free")
+        return Folder(path, free, f"{size(free)} are free")
     return Folder(path, free)
 
 

@@ -27,6 +27,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.link import Port
+from chunkflow_compile.units import size
 
 from .contention import MIB, beside_copies, compute_slowdown, copier, factor, median_seconds
 from .loopback import join_loopback
@@ -303,6 +304,6 @@ def _line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     (small, latency), (large, seconds) = points[0], points[-1]
     if seconds <= latency:
         raise ChunkflowError(
-            f"{large} bytes took no longer than {small}: the machine is too busy to measure. Try again when it is idle."
+            f"{size(large)} took no longer than {size(small)}: the machine is too busy to measure. Try again when it is idle."
         )
     return latency, round((large - small) / (seconds - latency))

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 # What a thread of the runtime reads at a time, roughly; a drive is faster with more.
 _READ_BYTES = 8 << 20
@@ -26,10 +27,10 @@ def drive_rate(path: Path) -> float:
         file = (
             max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size) if path.is_dir() else path
         )
-        size = file.stat().st_size
-        if size < _LEAST:
+        nbytes = file.stat().st_size
+        if nbytes < _LEAST:
             raise ChunkflowError(
-                f"{file} has {size} bytes, too few to measure a drive: give a checkpoint of 64 MiB or more."
+                f"{file} has {size(nbytes)}, too little to measure a drive: give a checkpoint of {size(_LEAST)} or more."
             )
         number = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     except ValueError as error:
@@ -42,6 +43,6 @@ def drive_rate(path: Path) -> float:
     with contextlib.ExitStack() as closing:
         closing.callback(os.close, number)
         done, begin = 0, time.perf_counter()
-        while done + _READ_BYTES <= size and time.perf_counter() - begin < _LONGEST_S:
+        while done + _READ_BYTES <= nbytes and time.perf_counter() - begin < _LONGEST_S:
             done += os.preadv(number, [buffer], done)
         return done / (time.perf_counter() - begin)

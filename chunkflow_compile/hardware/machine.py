@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
+# Of them, how those are installed that commands need, from a source tree and from a wheel.
+INSTALL = {
+    "diffusers": "pip install diffusers transformers accelerate numpy",
+    "matplotlib": "pip install matplotlib",
+}
 _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 
 

@@ -114,7 +114,7 @@ def load_profile(name: str | Path) -> Hardware:
         return _scaled(str(name))
     if str(name) in profile_names():
         return _read_built_in(str(name))
-    if Path(name).is_file():
+    if isinstance(name, Path) or Path(name).suffix or os.sep in name or Path(name).is_file():
         return _read_profile(Path(name))
     raise ChunkflowError(
         f"There is no hardware profile {str(name)!r}; the nearest are {', '.join(_nearest(str(name)))}. Use one of them, a "
@@ -143,4 +143,5 @@ def _read_profile(path: Path) -> Hardware:
     except ChunkflowError as error:
         raise ChunkflowError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ChunkflowError(f"The hardware profile {path} cannot be read: {error}.") from error
+        cause = getattr(error, "strerror", None) or error
+        raise ChunkflowError(f"The hardware profile {path} cannot be read: {cause}.") from error

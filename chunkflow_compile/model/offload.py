@@ -15,7 +15,7 @@ from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, pl
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_bytes, whole_number
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.host_buffer import buffer_of
@@ -68,6 +68,7 @@ def offload(
     try:
         refuse_fully_sharded(root)
         refuse_unknown_parts(root)
+        whole_number(min_bytes, "min_bytes", 0)
         target = _target_device(root, device, parameters)
         index = ModelIndex.of(root)
         dtype_of = keep_dtype if dtype is None else cast_to(_checked_dtype(dtype), root)
@@ -170,7 +171,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """:func:`restore`, for the owner of a model."""
-    target = None if device is None else check_device(torch.device(device))
+    target = None if device is None else check_device(device)
     for placement in placements_of(model):
         placement.undo(target)
     for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
@@ -199,9 +200,9 @@ def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ChunkflowError(
-            f"offload casts to float32, float16 or bfloat16, not to {dtype}: quantise the model instead."
+            f"offload casts to float32, float16 or bfloat16 of torch, not to {dtype!r}; for less, quantise the model."
         )
     return dtype
 
@@ -218,7 +219,7 @@ def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
 
 def _one_device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return check_device(device)
     devices = {p.device for p in parameters}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none"

@@ -248,7 +248,12 @@ def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model that torch.compile has wrapped, or the model itself."""
+    """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise ChunkflowError(
+            f"This {type(model).__name__} is no model: pass a torch.nn.Module; of a pipeline, a component such as "
+            "pipe.transformer."
+        )
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
+from chunkflow_compile.units import whole_number
 
 from .sizes import Config, Quantisation, Shape
 
@@ -60,6 +61,8 @@ class Preset:
         for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
             if value < step or value % step:
                 raise ChunkflowError(f"{self.name}: {name} {value} is not a multiple of {step}.")
+        for name, value in (("batch", sizes.batch), ("text", sizes.text)):
+            whole_number(value, f"{self.name}: {name}", 1)
         if self.temporal == 1 and sizes.frames != 1:
             raise ChunkflowError(f"{self.name} generates images: leave out frames.")
         if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:

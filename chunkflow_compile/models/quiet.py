@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 
 # torchao, which diffusers and transformers import wherever it is installed, says which of its kernels were not built for
@@ -13,7 +14,8 @@ _LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torc
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Drop the warnings of these loggers meanwhile: no command's result depends on them.  Errors are kept."""
+    """Drop the warnings of these loggers meanwhile, and torch's that there is no numpy, which only diffusers needs: no
+    command's result depends on them.  Errors are kept."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
@@ -22,7 +24,17 @@ def quiet_imports() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(keep)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+            yield
     finally:
         for logger in loggers:
             logger.removeFilter(keep)
+
+
+def quiet_diffusers() -> None:
+    """Let diffusers, where it is installed, log errors only: warnings about missing GPUs do not belong in a table."""
+    with contextlib.suppress(ImportError):
+        import diffusers
+
+        diffusers.utils.logging.set_verbosity_error()

@@ -5,9 +5,13 @@ Imports no torch until a model is made.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from chunkflow_compile.hardware.machine import INSTALL
+from chunkflow_compile.passes.errors import ChunkflowError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,13 +52,24 @@ class Size(Shape):
         return self.head_dim - 2 * quarter, quarter, quarter
 
 
+def check_installed(what: str, name: str) -> None:
+    """Raise ChunkflowError if a package that ``what`` needs is not installed: diffusers, or transformers with it."""
+    if importlib.util.find_spec(name) is None:
+        raise ChunkflowError(f"{what} needs {name}, which is not installed: {INSTALL['diffusers']}.")
+
+
 def build_model(class_name: str, **config: Any) -> nn.Module:
-    """A model of a class of diffusers or of transformers with random weights, in evaluation mode."""
+    """A model of a class of diffusers or of transformers with random weights, in evaluation mode.
+
+    Raises ChunkflowError if one of them is not installed.
+    """
+    check_installed(class_name, "diffusers")
     import diffusers
 
     if (cls := getattr(diffusers, class_name, None)) is not None:
         made: nn.Module = cls(**config)
     else:
+        check_installed(class_name, "transformers")
         import transformers
 
         cls = getattr(transformers, class_name)

@@ -14,12 +14,12 @@ from torch import nn
 
 from chunkflow_compile.frontend.adapters import ADAPTED, disable_adapters, enable_adapters, is_enabled
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.compile import check_dynamic, compile_by_kind
+from chunkflow_compile.frontend.compile import check_dynamic, check_options, compile_by_kind
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.model.offload import bring_back, offload
 from chunkflow_compile.model.placement import placement_of, placements_of
-from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
 from chunkflow_compile.pipeline.components import (
@@ -179,7 +179,7 @@ def _add(
     """Place and compile components.  If that fails, they are ordinary again."""
     enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
-    chosen = parse_options(options, mode)
+    chosen = check_options(options, mode, apply)
     if chosen.lowering == "tensorrt":
         check_tensorrt(budget.device)
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
@@ -217,6 +217,8 @@ def _add(
 
 def _sizes(adapters: Any) -> Mapping[str, Any]:
     """The arguments of ``enable_adapters`` that ``adapters`` stands for."""
+    if not isinstance(adapters, Mapping) and (type(adapters) is not int or adapters < 1):
+        raise ChunkflowError(f"adapters={adapters!r} must be a positive number, or a dict of rank, targets and slots.")
     given = adapters if isinstance(adapters, Mapping) else {"rank": adapters}
     if unknown := sorted(map(str, given.keys() - {"rank", "targets", "slots"})):
         raise ChunkflowError(f"adapters has {unknown[0]!r}: give a rank, or a dict of rank, targets and slots.")
@@ -252,8 +254,9 @@ def remove(pipe: Any) -> Any:
             "chunkflow_compile.restore(model)."
         )
     components = getattr(pipe, "components", None)
-    owners = components.values() if isinstance(components, Mapping) else ()
-    for budget in _budgets([pipe]) or _budgets(owners):  # those of a pipeline that is gone
+    if not isinstance(components, Mapping):
+        raise ChunkflowError(f"remove takes a diffusers pipeline, not {type(pipe).__name__}.")
+    for budget in _budgets([pipe]) or _budgets(components.values()):  # those of a pipeline that is gone
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
@@ -313,7 +316,7 @@ def _keeps_frames(decoder: nn.Module) -> bool:
 
 def _default_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return check_device(torch.device(device))
+        return check_device(device)
     return check_device(
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )

@@ -31,6 +31,7 @@ from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.units import enough, size
 
 _log = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ class Budget:
         self._vacate(self.phases)
         tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
         return ChunkflowError(
-            f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {self.total} bytes with its weights "
+            f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {size(self.total)} with its weights "
             f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes{tiling}"
         )
 
@@ -318,12 +319,12 @@ class Budget:
                 replan(phase.root, memory=goal)
         except ChunkflowError as error:
             least = phase.least
-            needs = f", which need {least}" if goal < least else f": {error}"
+            needs = f", which need {size(least)}" if goal < least else f": {error}"
             raise ChunkflowError(
-                f"memory={self.total} bytes is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
-                f"{phase.activations - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left "
-                f"for the weights{needs}. Call remove(pipe), then apply with at least "
-                f"memory={budget_for(least + phase.activations - phase.kept)}, or the pipeline with smaller sizes."
+                f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
+                f"{size(phase.activations - phase.kept)} beside its weights, activations mostly, so {size(max(0, goal))} are "
+                f"left for the weights{needs}. Call remove(pipe), then apply with at least "
+                f"memory={enough(budget_for(least + phase.activations - phase.kept))!r}, or the pipeline with smaller sizes."
             ) from error
         phase.goal = goal
         phase.arena.most = goal - phase.kept if len(self._sharing(phase)) > 1 else None

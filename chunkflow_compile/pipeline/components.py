@@ -14,6 +14,7 @@ from chunkflow_compile.model.placement import placement_of, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
 from chunkflow_compile.pipeline.phase import Phase, kept_by
+from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import cast_to, keep_dtype
@@ -152,15 +153,19 @@ def check_floor(
     name = max(largest, key=lambda n: largest[n], default="")
     if not models or small + unstreamed + largest[name] <= budget.usable:
         return
-    said = f"small weights of all components take {small}"
+    said = f"small weights of all components take {size(small)}"
     if fixed:
         first, (_, reason) = max(fixed.items(), key=lambda item: item[1][0])
-        said += f", {len(fixed)} that cannot be streamed take {unstreamed}"
+        said += f", {len(fixed)} that cannot be streamed take {size(unstreamed)}"
         said += f" (the largest is {first}, {reason})"
+    what, fix = f"pipe.{name}: its largest streamed weight has {size(largest[name])}", ""
+    if not largest[name]:
+        what = f"this pipeline: no weight of at least min_bytes, {size(min_bytes)}, can be streamed"
+        fix = ", or a smaller min_bytes"
     raise ChunkflowError(
-        f"memory={budget.total} bytes is too little for pipe.{name}: its largest streamed weight has {largest[name]} bytes, "
-        f"{said}. Give at least memory={budget_for(small + unstreamed + largest[name])}. Activations come on top, and other "
-        "weights of the same region: what they take is known after the first call of each component."
+        f"memory={size(budget.total)} is too little for {what}, {said}. Give at least "
+        f"memory={enough(budget_for(small + unstreamed + largest[name]))!r}{fix}. Activations come on top, and other weights "
+        "of the same region: what they take is known after the first call of each component."
     )
 
 

@@ -156,6 +156,8 @@ def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
     for owner in pipes_or_models:
         models_of(owner)  # raises for what is neither
     chosen = prometheus_client.REGISTRY if registry is None else registry
+    if not hasattr(chosen, "register"):
+        raise ChunkflowError(f"registry={registry!r} is no registry: pass a prometheus_client.CollectorRegistry.")
     collector = Metrics(pipes_or_models, chosen, prometheus_client.core)
     try:
         chosen.register(collector)
@@ -171,14 +173,16 @@ def library() -> Any:
     try:
         import prometheus_client.core
     except ImportError as error:
-        raise ChunkflowError("Metrics need prometheus-client: pip install 'chunkflow-compile[metrics]'.") from error
+        raise ChunkflowError("Metrics need prometheus-client: pip install prometheus-client.") from error
     return prometheus_client
 
 
 def models_of(owner: Any) -> Mapping[str, nn.Module]:
-    """Name -> model, of a pipeline or a model."""
+    """Name -> model, of a pipeline or a model.  Raises ChunkflowError for what is neither."""
     if isinstance(owner, nn.Module):
         return {type(unwrap(owner)).__name__: unwrap(owner)}
+    if not isinstance(getattr(owner, "components", None), Mapping):
+        raise ChunkflowError(f"This {type(owner).__name__} is neither a model nor a diffusers pipeline.")
     return {name: unwrap(model) for name, model in components_of(owner).items()}
 
 

@@ -31,8 +31,10 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     try:
         from opentelemetry import trace
     except ImportError as error:
-        raise ChunkflowError("Spans need opentelemetry-api: pip install 'chunkflow-compile[metrics]'.") from error
+        raise ChunkflowError("Spans need opentelemetry-api: pip install opentelemetry-api.") from error
     chosen = trace.get_tracer("chunkflow_compile") if tracer is None else tracer
+    if not hasattr(chosen, "start_span"):
+        raise ChunkflowError(f"tracer={tracer!r} is no tracer: pass that of opentelemetry.trace.get_tracer(name).")
     begun, wall = time.monotonic(), time.time_ns()
 
     def ns(at: float) -> int:

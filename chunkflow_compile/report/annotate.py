@@ -13,9 +13,10 @@ from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict,
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Lane, Plan, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.units import size
 
 from .lines import Line
-from .record import fine, size
+from .record import fine
 
 # Most characters of a reason at the end of a line; chunkflow why prints all of it.
 _SAID = 48

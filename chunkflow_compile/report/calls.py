@@ -10,8 +10,7 @@ from tabulate import tabulate
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.cycle import Cycle, border, prefetches
-
-from .record import size
+from chunkflow_compile.units import size
 
 
 @dataclass(frozen=True, kw_only=True)

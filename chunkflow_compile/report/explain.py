@@ -12,11 +12,12 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import Measured
+from chunkflow_compile.units import size
 
 from .calls import CallFigures, calls_table
 from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
-from .record import PROSE_WIDTH, as_json, fine, region_title, seconds, size
+from .record import PROSE_WIDTH, as_json, fine, region_title, seconds
 
 # Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5

@@ -9,9 +9,10 @@ from pathlib import Path
 from tabulate import tabulate
 
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.units import size
 
 from .pictures import new_axes, save_figure
-from .record import seconds, size
+from .record import seconds
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
 

@@ -9,12 +9,11 @@ from typing import Literal
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.caches import FIX, Folder
-from chunkflow_compile.hardware.machine import Gpu, Machine
+from chunkflow_compile.hardware.machine import INSTALL, Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.limits import VARIABLE, HostMemory
-
-from .record import size
 
 Verdict = Literal["ok", "note", "missing"]
 # Less free memory is reported: a model that needs streaming is larger than this.
@@ -32,8 +31,8 @@ class Finding:
     fix: str = ""
 
 
-def findings(machine: Machine) -> tuple[Finding, ...]:
-    """All findings, in the order in which a run needs them."""
+def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...]:
+    """All findings, in the order in which a run needs them.  ``program``: how the command line is called here."""
     return (
         Finding("python", machine.python),
         _torch(machine.torch),
@@ -45,7 +44,7 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
         *_compilers(machine),
         *_libraries(machine),
         *_folders(machine),
-        _profile_finding(machine.profile, machine.profile_fault),
+        _profile_finding(machine.profile, machine.profile_fault, program),
     )
 
 
@@ -54,15 +53,15 @@ def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory) ->
 
     ``read_time``: of these weights, if they are not in the page cache."""
     copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
-    found = f"{_gib(read_time.nbytes)} of host memory{copies}; {read_time}"
+    found = f"{size(read_time.nbytes)} of host memory{copies}; {read_time}"
     reserve = min(read_time.nbytes, memory.reserve)  # as offload leaves it
     if (left := memory.free - read_time.nbytes) >= reserve:
-        return Finding(model, f"{found}; {_gib(left)} left")
+        return Finding(model, f"{found}; {size(left)} left")
     fix = (
         "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory=, or free or add host "
         "memory; in a container, raise its memory limit"
     )
-    return Finding(model, f"{found}; {_gib(memory.free)} free, and {_gib(reserve)} must stay free", "missing", fix)
+    return Finding(model, f"{found}; {size(memory.free)} free, and {size(reserve)} must stay free", "missing", fix)
 
 
 def engines(reason: str | None) -> Finding:
@@ -89,10 +88,6 @@ def _needed(what: str, found: str | None, fix: str) -> Finding:
     return Finding(what, "none", "missing", fix) if found is None else Finding(what, found)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
-
-
 def _torch(version: str) -> Finding:
     if OLDEST <= release_of(version) <= NEWEST:
         return Finding("torch", version)
@@ -115,7 +110,7 @@ def _cuda(machine: Machine) -> Iterator[Finding]:
 
 
 def _gpu(index: int, gpu: Gpu) -> Finding:
-    parts = [gpu.name, _gib(gpu.memory_bytes)]
+    parts = [gpu.name, size(gpu.memory_bytes)]
     fix = ""
     if gpu.link is not None:
         parts.append(f"PCIe {gpu.link[0]} x{gpu.link[1]}")
@@ -134,7 +129,7 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
 
 def _memory(machine: Machine) -> Iterator[Finding]:
     memory = machine.memory
-    found, fix = f"{_gib(memory.free)} free of {_gib(memory.total)}", ""
+    found, fix = f"{size(memory.free)} free of {size(memory.total)}", ""
     if memory.limit is not None:
         found += f" ({memory.limit})"
     if memory.free < _SMALL_HOST:
@@ -175,8 +170,8 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
     fixes = {
-        "diffusers": "the presets, the demo and diffusers pipelines need it: pip install 'chunkflow-compile[diffusers]'",
-        "matplotlib": "pictures need it: pip install 'chunkflow-compile[pictures]'",
+        "diffusers": f"the presets, the demo and diffusers pipelines need it: {INSTALL['diffusers']}",
+        "matplotlib": f"pictures need it: {INSTALL['matplotlib']}",
     }
     for name, version in machine.libraries.items():
         yield _noted(name, version or "not installed", "" if version else fixes.get(name, ""))
@@ -191,14 +186,13 @@ def _folders(machine: Machine) -> Iterator[Finding]:
 def _folder_finding(what: str, folder: Folder, fix: str) -> Finding:
     if folder.fault:
         return Finding(what, f"{folder.path}, not usable: {folder.fault}", "note", fix)
-    return Finding(what, folder.path if folder.free is None else f"{folder.path}, {_gib(folder.free)} free")
+    return Finding(what, folder.path if folder.free is None else f"{folder.path}, {size(folder.free)} free")
 
 
-def _profile_finding(path: str | None, fault: str) -> Finding:
+def _profile_finding(path: str | None, fault: str, program: str) -> Finding:
     if fault:
         return Finding("hardware profile", "not looked for", "note", fault)
     if path:
         return Finding("hardware profile", f"measured, {path}")
-    return Finding(
-        "hardware profile", "not measured", "note", "plans are only as good as the profile: run chunkflow calibrate"
-    )
+    fix = f"plans are only as good as the profile: run {program} calibrate"
+    return Finding("hardware profile", "not measured", "note", fix)

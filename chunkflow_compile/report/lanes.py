@@ -14,8 +14,7 @@ from typing import Literal, get_args
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import weight_label
 from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs, span_chunks, span_name
-
-from .record import size
+from chunkflow_compile.units import size
 
 StepLane = Literal["compute", "collective", "copy", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)

@@ -8,10 +8,11 @@ from itertools import groupby
 
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.schedule import Compute
+from chunkflow_compile.units import size
 
 from .annotate import HEADER, FlopNotes, Note
 from .lines import INPUTS, Line
-from .record import fine, size
+from .record import fine
 
 # Columns of program text: enough for a region's call with its first inputs.  A line with notes has 160.
 COLUMN = 96

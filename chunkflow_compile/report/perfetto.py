@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from chunkflow_compile.units import size
+
 from .generation import Generation
 from .lanes import Lanes, lanes_of
-from .record import size
 
 # Two steps, so that copies that one step starts for the next are shown whole.
 TRACE_STEPS = 2

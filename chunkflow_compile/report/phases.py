@@ -7,7 +7,9 @@ from textwrap import fill
 
 from tabulate import tabulate
 
-from .record import PROSE_WIDTH, seconds, size
+from chunkflow_compile.units import size
+
+from .record import PROSE_WIDTH, seconds
 
 
 @dataclass(frozen=True, kw_only=True)

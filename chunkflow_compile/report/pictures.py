@@ -6,12 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chunkflow_compile.hardware.machine import INSTALL
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point
 
-from .record import ArmRecord, ComparisonRecord
+from .record import ArmRecord, ComparisonRecord, check_writable
 
+# File types of pictures.
+PICTURES = (".png", ".svg")
 _PART_COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
+
+
+def check_picture(path: str | Path, *others: str) -> None:
+    """Check, before minutes of work, that a picture can be drawn to a file.
+
+    ``others``: file types that are written without matplotlib.  Raises ChunkflowError if not.
+    """
+    suffix = Path(path).suffix
+    if suffix not in (*PICTURES, *others):
+        raise ChunkflowError(f"{path} has an unknown file type: use one of {', '.join((*PICTURES, *others))}.")
+    if suffix in PICTURES:
+        check_matplotlib()
+    check_writable(Path(path))
+
+
+def check_matplotlib() -> None:
+    """Raise ChunkflowError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ChunkflowError(f"Pictures need matplotlib: {INSTALL['matplotlib']}.") from error
 
 
 def new_axes(
@@ -21,11 +45,10 @@ def new_axes(
 
     Raises ChunkflowError if matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ChunkflowError("Pictures need matplotlib: pip install 'chunkflow-compile[pictures]'.") from error
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(len(heights), columns, height_ratios=heights)

@@ -9,8 +9,9 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.graph.labels import weight_label
 from chunkflow_compile.passes.plan import Plan, WeightPlan
+from chunkflow_compile.units import size
 
-from .record import seconds, size
+from .record import seconds
 
 # Names as chunkflow plan prints them -> fields of a prediction.
 _TIMES = {

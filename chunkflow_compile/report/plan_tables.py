@@ -8,8 +8,9 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.units import size
 
-from .record import seconds, size
+from .record import seconds
 
 
 def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:

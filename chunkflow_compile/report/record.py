@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 if TYPE_CHECKING:  # chunkflow doctor, which writes sizes, imports no torch
     from chunkflow_compile.passes.placement.timeline import Timeline
@@ -80,6 +82,18 @@ def check_writable(path: Path) -> None:
         raise ChunkflowError(f"The result cannot be written to {path}: {error}. Give another file.") from error
 
 
+def check_folder(path: str | Path) -> Path:
+    """Create a folder, if it is missing, before minutes of work.  Raises ChunkflowError if it cannot be written."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"x")
+    except (OSError, TypeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ChunkflowError(f"The folder {path} cannot be written: {cause}. Give another folder.") from error
+    return Path(path)
+
+
 def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]]) -> str:
     """The record as a table, one row per arm; ``extra``: column -> arm -> cell."""
     rows = []
@@ -97,13 +111,6 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]]) -
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append(row)
     return tabulate(rows, headers="keys", disable_numparse=True)
-
-
-def size(nbytes: int | None) -> str:
-    """Bytes as text: in MiB, or in KiB below 1 MiB."""
-    if nbytes is None:
-        return "-"
-    return f"{nbytes / 2**10:.1f} KiB" if 0 < nbytes < 1 << 20 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def seconds(value: float | None) -> str:

@@ -24,6 +24,7 @@ from .annotate import Annotator, FlopNotes
 from .lines import op_counts, stage_lines
 from .listings import render
 from .plan_tables import blocks_table, summary_table
+from .record import check_folder
 
 PLAN_FILE = "plan.json"
 REPORT_FILE = "report.txt"
@@ -53,8 +54,8 @@ class StageWriter:
         self.written: list[Written] = []
         self._before: list[str] = []
         self._newest: Stage | None = None
+        check_folder(folder)
         with _refused(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             for name in (*(f"{_file_stem(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be of this one
 

@@ -13,9 +13,10 @@ from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_name
 from chunkflow_compile.passes.problem import Problem, Weight
+from chunkflow_compile.units import size
 
 from .lanes import Lanes, around, lanes_of
-from .record import fine, region_title, seconds, size
+from .record import fine, region_title, seconds
 
 # Most candidates listed for an ambiguous name: they fit on a screen.
 _CANDIDATES = 12

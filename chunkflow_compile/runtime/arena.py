@@ -19,6 +19,7 @@ from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import pin_all, ring_of
@@ -88,7 +89,7 @@ class Arena:
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
         """``make``: creates the streams for a device and its kind.  Raises ChunkflowError for an unsupported device."""
-        self.device = check_device(torch.device(device))
+        self.device = check_device(device)
         self.lock = ProcessLock()  # held for a step
         self.holder: SlotState | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
@@ -192,7 +193,7 @@ class Arena:
                     kept[buffer] = buffer.resident(stagings, self)
                 except torch.OutOfMemoryError as error:
                     raise ChunkflowError(
-                        f"The device {self.device} has no room for {buffer.name} ({buffer.nbytes} bytes), which is resident. "
+                        f"The device {self.device} has no room for {buffer.name} ({size(buffer.nbytes)}), which is resident. "
                         f"{advice()}Free memory on the device, or lower the option memory."
                     ) from error
                 placed(buffer.nbytes)
@@ -357,7 +358,7 @@ class Arena:
                 raw = self.streams.allocate(nbytes + ALIGNMENT)
         except RuntimeError as error:
             raise ChunkflowError(
-                f"The device {self.device} has no room for an arena of {nbytes} bytes ({str(error).splitlines()[0]}). "
+                f"The device {self.device} has no room for an arena of {size(nbytes)} ({str(error).splitlines()[0]}). "
                 f"{advice()}Free memory on the device, or lower the option memory."
             ) from error
         start = -raw.data_ptr() % ALIGNMENT

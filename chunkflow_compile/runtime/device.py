@@ -103,8 +103,12 @@ class ThreadsDevice(_HostDevice):
         self.compute.synchronize()
 
 
-def check_device(device: torch.device) -> torch.device:
+def check_device(given: torch.device | str) -> torch.device:
     """The device, for a GPU with its index.  Raises ChunkflowError for a device that programs cannot run on."""
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ChunkflowError(f"device={given!r} is no device of torch: give 'cpu', 'cuda' or 'cuda:0'.") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":

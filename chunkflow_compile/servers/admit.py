@@ -42,7 +42,8 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.pipeline.budget import Budget, budget_of
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.leaves import leaves, tensors_of
 
 # Attribute of an applied pipeline: its Admitter.
@@ -209,9 +210,9 @@ class Admitter:
         least, goal, reason = forecast.least, room // part * part, ""
         if room < least:
             reason = (
-                f"the activations of its transformer take {activations} bytes, which leaves {max(0, room)} of the budget for "
-                f"weights, and they need {least}: give apply at least memory={budget_for(least + activations)}, or ask for "
-                "smaller sizes."
+                f"the activations of its transformer take {size(activations)}, which leaves {size(max(0, room))} of the "
+                f"budget for weights, and they need {size(least)}: give apply at least "
+                f"memory={enough(budget_for(least + activations))!r}, or ask for smaller sizes."
             )
         plan = forecast.plan(max(goal, least))
         step_s = _branches(given) * forecast.seconds(plan, _tokens(shape))

@@ -120,7 +120,7 @@ class Hooks:
     def report(self, result: None, manager: Any) -> None:
         """AFTER a request: says once of a transformer what its steps copy."""
         from chunkflow_compile.model.offload import cycles
-        from chunkflow_compile.report.record import size
+        from chunkflow_compile.units import size
 
         for module in manager.pipeline.modules.values():
             if getattr(module, "_chunkflow_placement", None) is None or module in self._told:

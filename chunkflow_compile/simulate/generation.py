@@ -13,6 +13,7 @@ from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
+from chunkflow_compile.units import enough, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,9 @@ def _needed(component: Component, beside: int, hardware: Hardware) -> int:
 def _too_little(component: Component, beside: int, hardware: Hardware, memory: int) -> ChunkflowError:
     least = _needed(component, beside, hardware)
     return ChunkflowError(
-        f"memory={memory} bytes is too little for {component.name}: its activations take up to {component.activations} "
-        f"bytes, and with the least of its weights it needs {least}. Give --memory {-(-least // 2**20)}MiB or more."
+        f"memory={size(memory)} is too little for {component.name}: its activations take up to "
+        f"{size(component.activations)}, and with the least of its weights it needs {size(least)}. "
+        f"Give memory={enough(least)!r} or more."
     )
 
 

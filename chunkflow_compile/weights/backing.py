@@ -12,6 +12,7 @@ import os
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 from .limits import no_room
 from .mapping import Descriptor, map_file, map_over, own_memory
@@ -88,13 +89,13 @@ class FileSlice:
         nbytes = self.host.nbytes
         if (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
-                f"{name} is written, and goes from the drive into host memory for that, but {nbytes} bytes find no room "
+                f"{name} is written, and goes from the drive into host memory for that, but its {size(nbytes)} find no room "
                 f"there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
             own_memory(self.host, self._bytes.file.left)
         except OSError as error:
-            raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
+            raise ChunkflowError(f"{name} ({size(nbytes)}) cannot be written: {error.strerror}.") from error
 
 
 # Where the bytes of the host tensor of a weight lie.
@@ -103,6 +104,6 @@ Backing = SharedMemory | FileSlice
 
 def _no_memory(weight: torch.Tensor, cause: str) -> str:
     return (
-        f"A shared weight of {weight.nbytes} bytes cannot be given memory of its own: {cause}. "
+        f"A shared weight of {size(weight.nbytes)} cannot be given memory of its own: {cause}. "
         "Free host memory, or place the model with share=False."
     )

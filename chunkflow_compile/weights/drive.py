@@ -19,6 +19,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.units import size
 
 from .backing import FileSlice
 from .bytes import as_weight, memory_of
@@ -53,7 +54,7 @@ class Scratch:
         if (kind := _file_system(folder)) in _IN_MEMORY:
             raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
         if (free := shutil.disk_usage(folder).free) < nbytes:
-            raise ChunkflowError(_no_room(where, f"{free} bytes are free"))
+            raise ChunkflowError(_no_room(where, f"{size(free)} are free"))
         try:
             with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as made:
                 return Scratch(Descriptor(os.dup(made.fileno())), where)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 from .backing import Backing, FileSlice, SharedMemory
 from .bytes import alias, flat_bytes
@@ -260,7 +261,7 @@ class HostBuffer:
         """
         if self.drive is not None and (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
-                f"{self.name} is on the drive, and a copy of it ({nbytes} bytes) finds no room in host memory: {cause}. Free "
+                f"{self.name} is on the drive, and a copy of it ({size(nbytes)}) finds no room in host memory: {cause}. Free "
                 "host memory, or load the model once more, or in another dtype, with host_memory=."
             )
 

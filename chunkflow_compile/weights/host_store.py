@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 from .backing import SharedMemory
 from .counts import Counts
@@ -191,12 +192,12 @@ class HostStore:
             if fetched < every:
                 said = (
                     f"Ops outside the compiled parts of {model} read {fetched} of its {every} offloaded weights, such as "
-                    f"{min(self._fetched)}, and have fetched {so_far} bytes of them, one weight at a time. That "
+                    f"{min(self._fetched)}, and have fetched {size(so_far)} of them, one weight at a time. That "
                     "is right but slow. chunkflow_compile.compile(model) compiles such parts too."
                 )
             else:
                 said = (
-                    f"{model} runs outside its compiled form: ops have fetched {so_far} bytes of its offloaded "
+                    f"{model} runs outside its compiled form: ops have fetched {size(so_far)} of its offloaded "
                     "weights, one weight at a time, as much as all of them have. That is right but slow. Call the model "
                     'that torch.compile(model, backend="chunkflow") returned; if this was it, compile with fullgraph=True '
                     "to see what leaves the graph."
@@ -216,21 +217,25 @@ class HostStore:
         if self.bound is not None and held > self.bound and not self._told_of_bound:
             self._told_of_bound = True
             warnings.warn(
-                f"{name} {how}: the weights take {held} bytes of host memory now, more than host_memory, which is "
-                f"{self.bound}. Save the model with its new values (save_pretrained) and load it again to have them on the "
-                "drive.",
+                f"{name} {how}: the weights take {size(held)} of host memory now, more than host_memory, which is "
+                f"{size(self.bound)}. Save the model with its new values (save_pretrained) and load it again to have them on "
+                "the drive.",
                 stacklevel=3,
             )
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
-            return Room(budget - self.pinned_bytes, f"the budget is {budget} bytes, see the option pin_memory")
+            return Room(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
         if self.agreed is not None:
-            return Room(self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {self.agreed}")
+            return Room(
+                self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {size(self.agreed)}"
+            )
         memory = host_memory()
         most = self._pinnable(memory)
-        why = f"{memory.free} bytes are free{memory.by}, and {memory.reserve} stay in reserve: at most {most}"
+        why = (
+            f"{size(memory.free)} are free{memory.by}, and {size(memory.reserve)} stay in reserve: at most {size(most)}"
+        )
         return Room(most - self.pinned_bytes, why)
 
     def _pinnable(self, memory: HostMemory) -> int:
@@ -242,7 +247,7 @@ class HostStore:
         """Continue without pinned memory, and warn once."""
         self.pins = False
         warnings.warn(
-            f"The host memory of {buffer.name} ({buffer.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
+            f"The host memory of {buffer.name} ({size(buffer.nbytes)}) could not be pinned after {size(self.pinned_bytes)} "
             f"of other weights ({cause}). It and the weights after it are copied from pageable memory, which is "
             "slower: a thread of its own sends them through a small pinned ring. Lower the option pin_memory, or free or add "
             "host memory; in a container, raise its memory limit.",
@@ -288,7 +293,7 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ChunkflowError(
-            f"There is no room on {device} for {name} ({nbytes} bytes): it and the weights not restored yet "
+            f"There is no room on {device} for {name} ({size(nbytes)}): it and the weights not restored yet "
             "stay where they are. Free memory on the device and call restore again, or call restore(model, 'cpu')."
         ) from error
 
@@ -304,7 +309,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
                 buffer.make_private()  # an ordinary tensor may be written at any time
             if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
-                    f"There is no room in host memory for {buffer.name} ({weight.host.nbytes} bytes): {cause}. It and the "
+                    f"There is no room in host memory for {buffer.name} ({size(weight.host.nbytes)}): {cause}. It and the "
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
         with no_room_for(buffer.name, weight.host.nbytes, device):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_bytes, size
 
 # Says how much memory the machine has, where /proc/meminfo says less: a virtual machine may get it as it is used.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
@@ -95,14 +95,14 @@ def no_room(nbytes: int) -> str | None:
     if nbytes + reserve <= memory.free or not memory.total:  # a machine that does not say
         return None
     grows = "" if memory.by else f" (where memory grows as it is used, {VARIABLE}=64GiB says how much there will be)"
-    return f"{memory.free} are free{memory.by}, and {reserve} must stay free{grows}"
+    return f"{size(memory.free)} are free{memory.by}, and {size(reserve)} must stay free{grows}"
 
 
 def check_room(nbytes: int) -> None:
     """Raise ChunkflowError if there is no room for so many bytes of weights."""
     if (cause := no_room(nbytes)) is not None:
         raise ChunkflowError(
-            f"The weights take {nbytes} more bytes of host memory, and {cause}. Load them in a smaller dtype, leave some on "
+            f"The weights take {size(nbytes)} more of host memory, and {cause}. Load them in a smaller dtype, leave some on "
             "the drive with host_memory=, or raise the limit."
         )
 

@@ -26,6 +26,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK
+from chunkflow_compile.units import size
 
 from .host_memory import empty_pages
 from .mapping import Descriptor, map_file, memory_file, prefer_huge_pages
@@ -252,11 +253,11 @@ class SharedRing:
                 # all of it, now: a write to a mapping that finds no room kills the process
                 os.posix_fallocate(self._descriptor.number, begin, end - begin)
             except OSError as error:
-                raise ChunkflowError(f"A ring of {nbytes} bytes cannot be made: {error.strerror or error}.") from error
+                raise ChunkflowError(f"A ring of {size(nbytes)} cannot be made: {error.strerror or error}.") from error
         self._table = _words(self._descriptor, table, begin)
         pages = map_file(self._descriptor, nbytes, mmap.MAP_SHARED, begin + table)
         if pages is None:
-            raise ChunkflowError(f"A ring of {nbytes} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}.")
+            raise ChunkflowError(f"A ring of {size(nbytes)} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
         prefer_huge_pages(pages)
         self.memory, self._which = RingMemory(pages, pin), (which, nbytes)
         return self.memory

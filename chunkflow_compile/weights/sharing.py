@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
 
 from .backing import FileSlice, SharedMemory
 from .bytes import as_weight, same_bits
@@ -124,7 +125,7 @@ class SharedPages:
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
         if pages is None:
             cause = os.strerror(ctypes.get_errno())
-            raise ChunkflowError(f"{places[-1]} bytes of shared memory cannot be mapped: {cause}.")
+            raise ChunkflowError(f"{size(places[-1])} of shared memory cannot be mapped: {cause}.")
         prefer_huge_pages(pages)
         storage = pages.untyped_storage()
         for weight, begin in zip(weights, places, strict=False):

@@ -27,7 +27,8 @@ from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 
 SIZE = Size(layers=6, frames=1, heads=16, head_dim=64, text=64, height=32, width=32)
 WIDTH = SIZE.heads * SIZE.head_dim

@@ -33,7 +33,8 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 
 # As the regime contention: the link would be busy for this share of the resident step if every weight streamed.
 LOAD = 0.7

@@ -31,7 +31,8 @@ from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.plan_tables import streamed_bytes
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 SIZE = Size(layers=24, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)

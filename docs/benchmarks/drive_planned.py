@@ -21,7 +21,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
 MODEL, MACHINE = "wan2.2-t2v-a14b", "h100-pcie-x2"

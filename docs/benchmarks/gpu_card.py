@@ -30,9 +30,9 @@ import torch.distributed as dist
 from chunkflow_compile.hardware.contention import MIB
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.report.record import size
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.torch_cuda import register
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_memory import empty_pages
 from chunkflow_compile.weights.limits import HostMemory, host_memory, meminfo
 

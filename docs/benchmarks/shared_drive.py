@@ -38,7 +38,8 @@ from chunkflow_compile import offload, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.report.plan_tables import streamed_bytes
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 
 MOUNT = Path("/sys/fs/cgroup")
 EVERY_S = 0.02

@@ -29,7 +29,8 @@ from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import seconds
+from chunkflow_compile.units import size
 
 SIZE = Size(layers=12, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
 # All weights would keep the link busy for this share of the resident step.

@@ -18,6 +18,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy, Yield
 from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, aligned, runs
 from chunkflow_compile.passes.problem import Problem, Weight
+from chunkflow_compile.units import enough, size
 
 from .policies import block_regions, layerwise, next_block_barriers
 from .reasons import reason
@@ -87,7 +88,7 @@ def place(
         plan = builder.plan(*_policy_windows(policy, planner))
     if memory is not None and plan.device_bytes + outside > memory:
         raise ChunkflowError(
-            f"memory={memory} bytes is below the {plan.device_bytes + outside} bytes that policy {policy} takes; "
+            f"memory={size(memory)} is below the {size(plan.device_bytes + outside)} that policy {policy} takes; "
             "it has no smaller plan."
         )
     return plan
@@ -102,6 +103,8 @@ def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside
 def _policy_windows(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
     if policy == "resident":
         return {}, ()
+    if policy not in ("layerwise", "layerwise-barrier", "host-yield"):
+        raise ChunkflowError(f"Policy {policy} has no windows: add its branch to _policy_windows.")
     windows = as_windows(planner.chunks, layerwise(planner.problem, planner.chunks), planner.count)
     streamed = [w for w in planner.weights if any(k is not None for k in windows[w.name])]
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
@@ -155,11 +158,13 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
     """The smallest placement.  Raises ChunkflowError if it exceeds ``memory``."""
     barely, floor = builder.least()
     if memory < floor:
+        finer = "cut finer regions with a smaller group_bytes"
+        if floor == planner.kept_bytes:
+            finer = "stream smaller weights with a smaller min_bytes"
         raise ChunkflowError(
-            f"memory={memory} bytes is too little: the program needs {floor} bytes, {planner.kept_bytes} of them for "
+            f"memory={size(memory)} is too little: the program needs {size(floor)}, {size(planner.kept_bytes)} of them for "
             "small and tied weights, which stay on the device, and the rest for the streamed weights that one region "
-            f"reads. Give memory={floor} or more ({-(-floor // 2**20)} MiB), or cut finer regions with a smaller "
-            "group_bytes."
+            f"reads. Give memory={enough(floor)!r} or more, or {finer}."
         )
     return barely
 
@@ -265,11 +270,11 @@ class Builder:
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
         """The lifetime of a weight: each chunk from the opening of its window to the end of its last reader."""
-        count, size = self.planner.count, self.planner.simulator.chunk_bytes
+        count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         pieces = []
         for run in runs(windows):
-            begin, end = run.first * size, min(run.end * size, weight.nbytes)
+            begin, end = run.first * chunk_bytes, min(run.end * chunk_bytes, weight.nbytes)
             if run.window is None:
                 pieces.append(Piece(begin, end, 0, count))
             else:

@@ -62,9 +62,9 @@ class TestDebuggingCli(TestCase):
 # proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 148 ops, 189 edges; rules 5)
 arg0_1: float32[4, 32]
 blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
-blocks_0_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
+blocks_0_out_weight: float32[32, 32]                                                            #                               at 0 B     4.0 KiB  host, 1 chunks
 blocks_1_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
-blocks_1_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
+blocks_1_out_weight: float32[32, 32]                                                            #                               at 0 B     4.0 KiB  host, 1 chunks
 # blocks.0: regions 0 to 4
 wait('blocks.0.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)                                               #     1.000 ms  window 0                            24.6 kFLOP
@@ -72,28 +72,28 @@ getitem_1: float32[4, 32] = region_0[0]
 getitem_2: float32[4, 32] = region_0[1]
 clone: float32[2, 4, 2, 8] = region_0[2]
 evict('blocks.0.qkv.weight')                                                                    #                           at 4.0 KiB              free
-all_to_all_single: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone, [1, 1], [ ...#     0.100 ms                             0.2 KiB
+all_to_all_single: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone, [1, 1], [ ...#     0.100 ms                               256 B
 wait_tensor: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single)
 region_1 = lowered_1(wait_tensor, getitem_1)                                                    #     1.000 ms  window 1
 transpose: float32[2, 8, 8] = region_1[0]
 clone_1: float32[2, 4, 2, 8] = region_1[1]
-all_to_all_single_1: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_1, [1, 1 ...#     0.100 ms                             0.2 KiB
+all_to_all_single_1: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_1, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_1: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_1)
 region_2 = lowered_2(wait_tensor_1, getitem_2)                                                  #     1.000 ms  window 2
 transpose_1: float32[2, 8, 8] = region_2[0]
 clone_2: float32[2, 4, 2, 8] = region_2[1]
-all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1 ...#     0.100 ms                             0.2 KiB
+all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
-prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3    at 0.0 MiB     4.0 KiB  slack 0.894 ms
+prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3        at 0 B     4.0 KiB  slack 0.894 ms
 region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)                                     #     1.000 ms  window 3                            4.1 kFLOP
 view_6: float32[2, 4, 2, 8] = region_3[0]
-all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1] ...#     0.100 ms                             0.2 KiB
+all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1] ...#     0.100 ms                               256 B
 wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
 prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)                                          #     0.617 ms  window 4    at 4.0 KiB    12.0 KiB  slack 0.383 ms
-wait('blocks.0.out.weight')                                                                     #                           at 0.0 MiB              slack 0.894 ms
+wait('blocks.0.out.weight')                                                                     #                               at 0 B              slack 0.894 ms
 region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)                                #     1.000 ms  window 4                            8.19 kFLOP
 add: float32[4, 32] = region_4[0]
-evict('blocks.0.out.weight')                                                                    #                           at 0.0 MiB              free
+evict('blocks.0.out.weight')                                                                    #                               at 0 B              free
 # blocks.1: regions 5 to 9
 wait('blocks.1.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
 region_5 = lowered_0(add, blocks_1_qkv_weight)                                                  #     1.000 ms  window 5                            24.6 kFLOP
@@ -101,28 +101,28 @@ getitem_6: float32[4, 32] = region_5[0]
 getitem_7: float32[4, 32] = region_5[1]
 clone_4: float32[2, 4, 2, 8] = region_5[2]
 evict('blocks.1.qkv.weight')                                                                    #                           at 4.0 KiB              free
-all_to_all_single_4: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_4, [1, 1 ...#     0.100 ms                             0.2 KiB
+all_to_all_single_4: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_4, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_4: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_4)
 region_6 = lowered_1(wait_tensor_4, getitem_6)                                                  #     1.000 ms  window 6
 transpose_4: float32[2, 8, 8] = region_6[0]
 clone_5: float32[2, 4, 2, 8] = region_6[1]
-all_to_all_single_5: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_5, [1, 1 ...#     0.100 ms                             0.2 KiB
+all_to_all_single_5: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_5, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_5: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_5)
 region_7 = lowered_2(wait_tensor_5, getitem_7)                                                  #     1.000 ms  window 7
 transpose_5: float32[2, 8, 8] = region_7[0]
 clone_6: float32[2, 4, 2, 8] = region_7[1]
-all_to_all_single_6: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_6, [1, 1 ...#     0.100 ms                             0.2 KiB
+all_to_all_single_6: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_6, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_6: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_6)
-prefetch('blocks.1.out.weight', chunks[0:1], window=8)                                          #     0.206 ms  window 8    at 0.0 MiB     4.0 KiB  slack 0.894 ms
+prefetch('blocks.1.out.weight', chunks[0:1], window=8)                                          #     0.206 ms  window 8        at 0 B     4.0 KiB  slack 0.894 ms
 region_8 = lowered_3(wait_tensor_6, transpose_4, transpose_5)                                   #     1.000 ms  window 8                            4.1 kFLOP
 view_14: float32[2, 4, 2, 8] = region_8[0]
-all_to_all_single_7: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_14, [1, 1 ...#     0.100 ms                             0.2 KiB
+all_to_all_single_7: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_14, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_7: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_7)
 prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step=True)                          #     0.617 ms  window 9    at 4.0 KiB    12.0 KiB  slack 0.383 ms
-wait('blocks.1.out.weight')                                                                     #                           at 0.0 MiB              slack 0.894 ms
+wait('blocks.1.out.weight')                                                                     #                               at 0 B              slack 0.894 ms
 region_9 = lowered_4(wait_tensor_7, blocks_1_out_weight, add)                                   #     1.000 ms  window 9                            8.19 kFLOP
 add_1: float32[4, 32] = region_9[0]
-evict('blocks.1.out.weight')                                                                    #                           at 0.0 MiB              free
+evict('blocks.1.out.weight')                                                                    #                               at 0 B              free
 return (add_1,)
 """,
         )
@@ -259,7 +259,7 @@ blocks.1.out.weight: float32[32, 32], 4.0 KiB
 home        host, streamed in every call in 1 chunk
 read by     region_9 (blocks.1: out)
             from 9.802 ms to 10.802 ms of a call
-slot        0.0 MiB to 4.0 KiB of the arena
+slot        0 B to 4.0 KiB of the arena
 slack       arrives 0.894 ms before its first reader
 why         hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
 limited by  nothing: it costs the call no time

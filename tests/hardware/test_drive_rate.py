@@ -21,7 +21,7 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ChunkflowError, match="has no files: give the folder of a checkpoint"):
         drive_rate(tmp_path)
     (tmp_path / "small").write_bytes(b"x" * 100)
-    with pytest.raises(ChunkflowError, match="has 100 bytes, too few to measure a drive"):
+    with pytest.raises(ChunkflowError, match="has 100 B, too little to measure a drive"):
         drive_rate(tmp_path)
     with pytest.raises(ChunkflowError, match="No such file or directory"):
         drive_rate(tmp_path / "none")

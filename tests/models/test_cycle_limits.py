@@ -13,7 +13,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS, WITHIN
-from helpers import Stack, twins
+from helpers import Stack, memory_named, twins
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs
@@ -101,15 +101,15 @@ def floor(unread: int) -> int:
     model.unread = nn.Parameter(torch.zeros(unread))
     torch._dynamo.reset()
     run = torch.compile(model.blocks[0], backend="chunkflow", options={**EAGER, "slowdown": None, "memory": 1})
-    with pytest.raises(Exception, match="memory=1 bytes is too little") as told:
+    with pytest.raises(Exception, match="memory=1 B is too little") as told:
         run(torch.randn(4, 32))
-    return int(str(told.value).split("Give memory=")[1].split()[0])
+    return memory_named(told.value)
 
 
 def test_memory_counts_what_a_program_does_not_read() -> None:
     """A part, and a weight that no forward reads."""
     least = floor(0)
-    assert floor(500) == least + 2000
+    assert floor(5120) == pytest.approx(least + 20480, abs=1), "it is named with a decimal"
     model, twin = with_biases(4)
     kept = sum(p.nbytes for p in model.parameters() if p.nbytes < MIN_BYTES)
     offload(model, min_bytes=MIN_BYTES)

@@ -38,15 +38,15 @@ FAULTY = Machine(
 
 def test_room_for_a_model() -> None:
     found = room_for("wan", ReadTime(4 << 30, 3e9), 1, FAULTY.memory)
-    assert found == Finding("wan", "4.0 GiB of host memory; from a drive of 3.0 GB/s in 1 s; 4.0 GiB left")
+    assert found == Finding("wan", "4.00 GiB of host memory; from a drive of 3.0 GB/s in 1 s; 4.00 GiB left")
     assert room_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY.memory).verdict == "missing", "offload leaves a reserve"
     found = room_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY.memory)
     assert found.verdict == "missing" and found.fix.startswith(
         "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory="
     )
     assert found.found == (
-        "30.0 GiB of host memory, one copy for 8 ranks; from a drive of 3.0 GB/s in 11 s; 8.0 GiB free, "
-        "and 3.2 GiB must stay free"
+        "30.00 GiB of host memory, one copy for 8 ranks; from a drive of 3.0 GB/s in 11 s; 8.00 GiB free, "
+        "and 3.20 GiB must stay free"
     )
 
 
@@ -58,26 +58,26 @@ class TestDoctor(TestCase):
             health_table(findings(FAULTY)),
             """\
 what              found
-----------------  ----------------------------------------------------  -------
-python            3.11.7                                                ok
-torch             2.10.0+cu128                                          note
-CUDA              torch built for CUDA 12.8, driver 570.86              ok
-GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0         note
-GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1        note
-cpu               32 cores, 2 NUMA nodes                                ok
-host memory       8.0 GiB free of 64.0 GiB (/sys/fs/cgroup/memory.max)  note
-huge pages        private: madvise shared: none                         ok
-pinnable memory   limit 8.0 MiB                                         note
-gloo              available                                             ok
-NCCL              not in this torch                                     missing
-C++ compiler      none                                                  missing
-triton            none                                                  missing
-diffusers         not installed                                         note
-matplotlib        3.11.2                                                ok
-torch-tensorrt    not installed                                         ok
-compile cache     /cache, not usable: Read-only file system             note
-temporary files   /tmp, 30.0 GiB free                                   ok
-hardware profile  not looked for                                        note
+----------------  ------------------------------------------------------  -------
+python            3.11.7                                                  ok
+torch             2.10.0+cu128                                            note
+CUDA              torch built for CUDA 12.8, driver 570.86                ok
+GPU 0             NVIDIA L40S, 48.00 GiB, PCIe 4 x8, NUMA node 0          note
+GPU 1             NVIDIA L40S, 48.00 GiB, PCIe 1 x16, NUMA node 1         note
+cpu               32 cores, 2 NUMA nodes                                  ok
+host memory       8.00 GiB free of 64.00 GiB (/sys/fs/cgroup/memory.max)  note
+huge pages        private: madvise shared: none                           ok
+pinnable memory   limit 8.0 MiB                                           note
+gloo              available                                               ok
+NCCL              not in this torch                                       missing
+C++ compiler      none                                                    missing
+triton            none                                                    missing
+diffusers         not installed                                           note
+matplotlib        3.11.2                                                  ok
+torch-tensorrt    not installed                                           ok
+compile cache     /cache, not usable: Read-only file system               note
+temporary files   /tmp, 30.00 GiB free                                    ok
+hardware profile  not looked for                                          note
 
 torch: ChunkFlow is tested on 2.11 to 2.15: install one of these if this one fails
 
@@ -95,7 +95,7 @@ C++ compiler: Inductor needs one for the CPU: install g++ or set CXX; lowering='
 
 triton: Inductor needs it for GPUs: install a CUDA build of torch, which includes it
 
-diffusers: the presets, the demo and diffusers pipelines need it: pip install 'chunkflow-compile[diffusers]'
+diffusers: the presets, the demo and diffusers pipelines need it: pip install diffusers transformers accelerate numpy
 
 compile cache: another one is used, if there is any: set TORCHINDUCTOR_CACHE_DIR to a folder that can be written
 

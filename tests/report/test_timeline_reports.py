@@ -18,7 +18,7 @@ from problems import CHUNK, MACHINE, blocks_problem, machines, problem, small_pr
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import POLICIES
-from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.lanes import Lanes, around, lanes_of
@@ -35,12 +35,7 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
     policy = draw(st.sampled_from(POLICIES))
     goal: dict[str, Any] = {"policy": policy}
     if policy == "chunkflow":
-        try:
-            place(found, machine, chunk_bytes=CHUNK, memory=0)
-            floor = 0
-        except ChunkflowError as error:
-            floor = int(str(error).split("Give memory=")[1].split()[0])
-        goal["memory"] = floor + draw(st.integers(0, 4)) * CHUNK
+        goal["memory"] = least_memory(found, machine, CHUNK) + draw(st.integers(0, 4)) * CHUNK
     elif policy == "layerwise-prefix":
         goal["memory"] = 2 * found.total_bytes
     return found, place(found, machine, chunk_bytes=CHUNK, **goal)

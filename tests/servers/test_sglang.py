@@ -25,7 +25,7 @@ from chunkflow_compile import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers import sglang as plugin_module
 from chunkflow_compile.servers.settings import Settings
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_bytes, size
 from chunkflow_compile.weights.host_weight import HostWeight
 
 
@@ -192,7 +192,7 @@ def test_the_log_says_once_that_it_streams(tmp_path: Path, caplog: pytest.LogCap
             manager.finish_request()
     _, moved = served.moved()
     (said,) = [r.getMessage() for r in caplog.records if "streams:" in r.getMessage()]
-    assert said.startswith(f"WanTransformer3DModel streams: a step copies {moved / 2**20:.1f} MiB, and ")
+    assert said.startswith(f"WanTransformer3DModel streams: a step copies {size(moved)}, and ")
 
 
 def test_eager_lowering_keeps_sglang_s_fused_kernels(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_other_components_keep_their_residency(tmp_path: Path) -> None:
 def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
     served = served_with(tmp_path, Settings("64KiB", OPTIONS))
     with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match=r"memory=65536 bytes is too little: .* Give memory="
+        torch._dynamo.exc.BackendCompilerFailed, match=r"memory=64.0 KiB is too little: .* Give memory="
     ):
         served.request(steps=1)
 

@@ -219,7 +219,7 @@ def test_too_little_memory_ends_the_first_call(tmp_path: Path) -> None:
     with torch.no_grad(), ranks(f"{tmp_path}/meeting"), plugged_in("100kB", **OPTIONS):
         worker = Worker("Wan", 0, 1)
         model = worker.load()
-        with worker.request(), pytest.raises(BackendCompilerFailed, match="memory=100000 bytes is too little"):
+        with worker.request(), pytest.raises(BackendCompilerFailed, match=r"memory=97\.7 KiB is too little"):
             call(model, "Wan", 0)
 
 

@@ -102,7 +102,7 @@ def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> 
     ("env", "says"),
     [
         ({"STAND_IN_DRIVER": "12040"}, r"The NVIDIA driver on your system is too old \(found version 12040\)"),
-        ({"STAND_IN_TAKEN": "4e9"}, r"3814.7 MiB of the 8192.0 MiB of cuda:0 are held by another process"),
+        ({"STAND_IN_TAKEN": "4e9"}, r"3\.73 GiB of the 8\.00 GiB of cuda:0 are held by another process"),
         ({"STAND_IN_DEVICES": "0"}, r"There is no cuda:0: .* finds no GPU or no driver"),
     ],
 )

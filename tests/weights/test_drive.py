@@ -33,6 +33,7 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
+from chunkflow_compile.units import size
 from chunkflow_compile.weights import drive, limits
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
@@ -290,7 +291,7 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(
     for m in placed:
         m.state_dict()[NAME].view(-1)[:2].fill_(3)
     with pytest.warns(
-        UserWarning, match=rf"{NAME} is written, .* the weights take {weight.nbytes} bytes of host memory now"
+        UserWarning, match=rf"{NAME} is written, .* the weights take {size(weight.nbytes)} of host memory now"
     ):
         if by == "an op":
             for m in placed:
@@ -332,7 +333,7 @@ def test_new_weights_beyond_host_memory_are_told_once(placed: tuple[nn.Module, n
     expected = (
         "got other memory, as by .* is no longer"
         if how == "assign"
-        else "came after .* the weights take 32768 bytes of host"
+        else "came after .* the weights take 32.0 KiB of host"
     )
     assert len(said) == 1 and re.search(f"{NAME} {expected}", said[0]), said
 
@@ -341,7 +342,7 @@ def test_writes_beyond_host_memory_are_told_once(placed: tuple[nn.Module, nn.Mod
     model, twin = placed
     with (
         full(),
-        pytest.raises(ChunkflowError, match=rf"{NAME} is written, .* \d+ bytes find no room there: 5 are free"),
+        pytest.raises(ChunkflowError, match=rf"{NAME} is written, .* [\d.]+ KiB find no room there: 5 B are free"),
     ):
         model.get_parameter(NAME).mul_(2)
     assert buffers(model)[NAME].drive is not None
@@ -355,7 +356,7 @@ def test_copies_of_weights_on_the_drive(placed: tuple[nn.Module, nn.Module]) -> 
     """They go into host memory: a sentence where there is no room, and one warning for weights that leave the drive."""
     model, _ = placed
     for made in (copy.deepcopy, lambda m: m.to(torch.bfloat16)):
-        with full(), pytest.raises(ChunkflowError, match=r"on the drive, and a copy .* finds no room .*: 5 are free"):
+        with full(), pytest.raises(ChunkflowError, match=r"on the drive, and a copy .* finds no room .*: 5 B are free"):
             made(model)
     assert all(buffer.drive is not None for buffer in buffers(model).values())
     with pytest.warns(UserWarning, match="is no longer on the drive: the weights take") as told:
@@ -366,7 +367,7 @@ def test_copies_of_weights_on_the_drive(placed: tuple[nn.Module, nn.Module]) -> 
 def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path) -> None:
     model, twin = load_stack(str(saved)), load_stack(str(saved), torch.bfloat16)
     offload(model, min_bytes=LEAST, host_memory=0, dtype=torch.bfloat16)
-    with full(), pytest.raises(ChunkflowError, match=r"no room in host memory for .* 5 are free.*call restore again"):
+    with full(), pytest.raises(ChunkflowError, match=r"no room in host memory for .* 5 B are free.*call restore again"):
         restore(model)
     assert buffers(model) and same(model, twin)
     restore(model)
@@ -398,7 +399,7 @@ def test_the_drive_is_asked_for_room_for_all_weights(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(drive.shutil, "disk_usage", lambda _: type("", (), {"free": free}))
     monkeypatch.setattr(os, "pwritev", lambda *_: written.append(1))
     with pytest.raises(
-        ChunkflowError, match=rf"{free} bytes are free\. Set TMPDIR to a .* drive, or raise host_memory"
+        ChunkflowError, match=rf"{size(free)} are free\. Set TMPDIR to a .* drive, or raise host_memory"
     ):
         offload(model, min_bytes=LEAST, host_memory=0)
     assert not written and same(model, twin)

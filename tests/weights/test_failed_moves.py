@@ -23,6 +23,7 @@ from test_shared_weights import PLACED, PLACES, large, shared
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import small_model
+from chunkflow_compile.units import size
 from chunkflow_compile.weights import drive, limits, loader
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
 from chunkflow_compile.weights.limits import HostMemory
@@ -100,7 +101,7 @@ def memory_runs_out(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "_CHECKED", 1)
         patch.setattr(limits, "host_memory", soon_full)
-        said = r"The weights take \d+ more bytes of host memory, and 5 are free"
+        said = r"The weights take [\d.]+ [KM]iB more of host memory, and 5 B are free"
         with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because rank 0 failed: {said}"):
             offload(model, min_bytes=LEAST, share=True)
         assert placement_of(model) is None and same(model, twin)
@@ -139,13 +140,13 @@ def no_room(rank: int, file: str) -> None:
     cases: list[tuple[str, str, tuple[Any, str, Any]]] = [
         (
             PLACES[0],
-            r"The weights take \d+ more bytes of host memory, and 5 are free below /sys/fs/cgroup/memory.max",
+            r"The weights take [\d.]+ [KM]iB more of host memory, and 5 B are free below /sys/fs/cgroup/memory.max",
             (limits, "host_memory", full),
         ),
         (PLACES[1], rf"{there}/dev/shm: it is in memory itself \(tmpfs\)", (tempfile, "tempdir", "/dev/shm")),
         (
             PLACES[1],
-            f"{there}{tempfile.gettempdir()}: {free} bytes are free",
+            f"{there}{tempfile.gettempdir()}: {size(free)} are free",
             (drive.shutil, "disk_usage", lambda _: type("", (), {"free": free})),
         ),
         (PLACES[1], f"{there}{tempfile.gettempdir()}: No space left on device", (os, "pwritev", Fills())),
@@ -178,7 +179,7 @@ def no_room_to_write(rank: int, file: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "host_memory", full)
         with pytest.raises(
-            ChunkflowError, match=r"cannot be given memory of its own: 5 are free below .*max, and \d+ must"
+            ChunkflowError, match=r"cannot be given memory of its own: 5 B are free below .*max, and [\d.]+ \w+ must"
         ):
             model.get_parameter(name).mul_(2)
     assert name in shared(model)

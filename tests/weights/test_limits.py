@@ -12,6 +12,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.units import size
 from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import SharedMemory
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
@@ -107,7 +108,7 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_memory", lambda: memory)
     assert (reserve := memory.reserve) == int(0.05 * 64 * GIB) and HostMemory(8 * GIB, GIB).reserve == LEAST_RESERVED
     assert no_room(10 * GIB - reserve) is None and no_room(GIB) is None
-    assert (no_room(10 * GIB) or "").startswith(f"{10 * GIB} are free, and {reserve} must stay free")
+    assert (no_room(10 * GIB) or "").startswith("10.00 GiB are free, and 3.20 GiB must stay free")
     monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(0, 0))
     assert no_room(GIB) is None, "a machine that does not say"
 
@@ -153,7 +154,7 @@ def test_what_a_store_may_pin(buffers: list[HostBuffer], monkeypatch: pytest.Mon
     monkeypatch.setattr(host_store, "host_memory", lambda: memory)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     most = store.held_bytes + (10 * GIB - memory.reserve) // 2
-    told = f"{10 * GIB} bytes are free below /sys/fs/cgroup/memory.max, and {memory.reserve} stay in reserve: at most {most}"
+    told = f"10.00 GiB are free below /sys/fs/cgroup/memory.max, and 3.20 GiB stay in reserve: at most {size(most)}"
     assert store.room(None) == Room(most, told)
     buffers[0].pin(Reader())
     assert store.room(None).left == most - buffers[0].nbytes
@@ -161,7 +162,7 @@ def test_what_a_store_may_pin(buffers: list[HostBuffer], monkeypatch: pytest.Mon
     memory = HostMemory(64 * GIB, 0)
     assert store.room(None).left < store.held_bytes
     with pytest.warns(
-        UserWarning, match=r"could not be pinned after .*0 bytes are free, and \d+ stay in reserve: at most 0"
+        UserWarning, match=r"could not be pinned after .*0 B are free, and 3.20 GiB stay in reserve: at most 0 B"
     ):
         assert not pin_all(buffers, Reader(), None)
 
@@ -206,7 +207,7 @@ def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest
         told[:] = free
         monkeypatch.setattr(loader, "_CHECKED", checked)
         with pytest.raises(
-            ChunkflowError, match=r"take \d+ more bytes of host memory, and 5 are free below .*memory.max"
+            ChunkflowError, match=r"take [\d.]+ [KM]iB more of host memory, and 5 B are free below .*memory.max"
         ):
             offload(model, min_bytes=1024, dtype=torch.bfloat16)
         assert not told and all(buffer_of(p) is None for p in model.parameters())

@@ -17,6 +17,7 @@ from torch import nn
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.model.placement import placements_of
+from chunkflow_compile.units import size
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 LARGE = 4 * 64 * 32 * 4  # bytes of the weights of a stack of at least min_bytes
@@ -150,7 +151,7 @@ def test_parameters_of_no_module_are_warned_of(
         x = torch.randn(4, 8)
         torch.testing.assert_close(compiled(function)(x, weight), function(x, weight))
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(said) == 1 and f"{loose.nbytes:,} bytes of parameters stay on the device" in said[0]
+    assert len(said) == 1 and f"{size(loose.nbytes)} of parameters stay on the device" in said[0]
     assert ("gc.freeze()" in said[0]) == frozen and "chunkflow_compile.offload(model)" in said[0]
 
 
@@ -163,7 +164,7 @@ def test_blocks_whose_model_is_not_found_are_warned_of(
     for block, other in zip(blocks, twin.blocks, strict=True):
         torch.testing.assert_close(block(x), other(x))
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(said) == 1 and "streams none of the 16,384 bytes of Block" in said[0] and "offload(model)" in said[0]
+    assert len(said) == 1 and "streams none of the 16.0 KiB of Block" in said[0] and "offload(model)" in said[0]
 
 
 def test_what_the_warning_says_to_do(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +188,7 @@ def test_a_model_streams_beside_a_parameter_of_no_module(no_grad: None, caplog: 
             torch.testing.assert_close(run(x, loose), twin(x) @ loose)
         assert sum(w.nbytes for w in programs(model)[-1].plan.streamed) == LARGE
         restore(model)
-    assert f"{loose.nbytes:,} bytes" in caplog.text
+    assert f"{size(loose.nbytes)} of" in caplog.text
 
 
 def test_a_model_of_buffers_only_streams(freeze: Callable[[], None], no_grad: None) -> None:
@@ -208,7 +209,7 @@ def test_buffers_of_several_models_are_warned_of(no_grad: None, caplog: pytest.L
     function, x = lambda x: x @ tables[0].values + x @ tables[1].values, torch.randn(4, 8)
     expected = function(x)
     torch.testing.assert_close(compiled(function)(x), expected)
-    assert f"{2 * 8 * 151 * 4:,} bytes of buffers stay on the device" in caplog.text
+    assert f"{size(2 * 8 * 151 * 4)} of buffers stay on the device" in caplog.text
     torch._dynamo.reset()
     for table in tables:
         offload(table, min_bytes=4096)

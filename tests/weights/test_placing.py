@@ -19,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
@@ -78,7 +79,7 @@ def test_save_pretrained_writes_the_weights(tmp_path: Path) -> None:
 def test_an_eager_call_is_right_and_says_once_what_it_moved(no_grad: None) -> None:
     (model, twin), x = pair(), torch.randn(4, 8)
     nbytes = sum(buffer.nbytes for p in model.parameters() if (buffer := buffer_of(p)) is not None)
-    with pytest.warns(UserWarning, match=rf"Stack runs outside its compiled form: ops have fetched {nbytes} bytes"):
+    with pytest.warns(UserWarning, match=rf"Stack runs outside its compiled form: ops have fetched {size(nbytes)} of"):
         assert torch.equal(model(x), twin(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -184,10 +184,10 @@ return (add_1,)
 #   hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
 # blocks.0.down.weight: slot 0, 2 chunks
 #   hidden: copied from window 2, 2 windows ahead of region 1, there 0.794 ms before it is read
-# embed.weight: resident (small: 1024 bytes)
-# embed.bias: resident (small: 128 bytes)
-# head.weight: resident (small: 1024 bytes)
-# head.bias: resident (small: 32 bytes)
+# embed.weight: resident (small: 1.0 KiB)
+# embed.bias: resident (small: 128 B)
+# head.weight: resident (small: 1.0 KiB)
+# head.bias: resident (small: 32 B)
 prefetch('blocks.0.down.weight', chunks[1:2], window=0)
 prefetch('blocks.0.up.weight', chunks[0:2], window=0)
 region_0 = lowered_0(embed_weight, embed_bias, arg2_1)
