@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 
-from .groups import Group, group_to_share_in
+from .groups import Group, group_to_share_in, reached
 from .host_memory import near_cpus
 from .mapping import PAGE, Descriptor, identity_of, memory_file, reopened
 
@@ -285,18 +285,8 @@ def _sharing(found: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
     return tuple(ranks)
 
 
-@contextlib.contextmanager
-def _reached() -> Iterator[None]:
-    """Around calls of the store."""
-    try:
-        yield
-    except ChunkflowError:
-        raise
-    except RuntimeError as error:
-        raise ChunkflowError(
-            f"The store of the process group cannot be reached while the weights are placed ({first_line(error)}). Look at "
-            "the errors of the other ranks, and start all of them again."
-        ) from error
+def _reached() -> contextlib.AbstractContextManager[None]:
+    return reached("the weights are placed")
 
 
 def _ended(rank: int) -> ChunkflowError:

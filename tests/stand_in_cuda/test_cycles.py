@@ -39,7 +39,6 @@ def test_a_cycle_and_its_jumps() -> None:
     order = [0, 1, 2, 3]
     for _ in range(3):
         step(model, twin, order)
-        programs(model)[0].arena.cycles.wait_planned()
     (route,) = cycles(model)
     for _ in range(3):
         step(model, twin, order)
@@ -106,7 +105,6 @@ class Lagging:
             self.begun[-1].record()
             y = block(y)
         self.steps += 1
-        programs(self.model)[0].arena.cycles.wait_planned()
         return self.model.head(y)
 
     def run(self, steps: int) -> None:
