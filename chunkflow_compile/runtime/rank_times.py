@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.groups import Group
+from chunkflow_compile.weights.groups import Group, numbers
 
 
 class RankTimes:
@@ -35,16 +35,18 @@ class RankTimes:
 
         Raises ChunkflowError, with their numbers, if there are such ranks.
         """
-        group, seconds = self.missing.popleft(), 0.0
-        if wait:
-            seconds = group.timeout.total_seconds()
+        group = self.missing.popleft()
+        seconds = group.timeout.total_seconds() if wait else 0.0
         posted = group.posted(self._key, seconds)
-        if late := ", ".join(str(rank) for rank in group.ranks if rank not in posted):
+        late = [rank for rank in group.ranks if rank not in posted]
+        if late and wait:
             raise ChunkflowError(
-                f"Rank {late} has not called replan(as_measured=True) within {seconds:.0f} s: the ranks of a process group "
-                f"plan from measured times together, so each of {group.ranks} calls it."
-                if wait
-                else f"rank {late} runs other calls than this one, and ranks plan from measured times together."
+                f"{numbers(late).capitalize()} did not call replan(as_measured=True) within {seconds:g} s: ranks plan from "
+                f"measured times together, so all of {numbers(group.ranks)} call it."
+            )
+        if late:
+            raise ChunkflowError(
+                f"{numbers(late)} runs other calls than this one, and ranks plan from measured times together."
             )
         for name, own in self.timings.items():
             others = [ranks[name] for ranks in posted.values()]

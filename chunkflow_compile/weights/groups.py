@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -56,16 +56,24 @@ class Group:
         return key
 
     def posted(self, key: str, seconds: float = 0.0) -> dict[int, Any]:
-        """Rank -> the value that it has posted, of all that have; waits at most ``seconds`` for the others."""
+        """Rank -> the value that it has posted, of all that have; waits at most ``seconds`` for the others.
+
+        Without one of them, this occasion does not count, and the next value that this rank posts belongs to it.
+        """
         keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
         with reached("ranks compare their times"):
             while not self.store.check([*keys.values()]) and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
             found = {rank: json.loads(self.store.get(k)) for rank, k in keys.items() if self.store.check([k])}
-            if self.store.add(f"{key}/read", 1) == len(found) == len(keys):
-                with contextlib.suppress(RuntimeError):  # not every store can
-                    for read in (*keys.values(), f"{key}/read"):
-                        self.store.delete_key(read)
+            gone = list[str]()
+            if len(found) < len(keys):
+                self.store.add(f"{key.rpartition('/')[0]}/count/{self.rank}", -1)
+                gone = [keys[self.rank]] if seconds else []
+            elif self.store.add(f"{key}/read", 1) == len(keys):
+                gone = [*keys.values(), f"{key}/read"]
+            with contextlib.suppress(RuntimeError):  # not every store can
+                for each in gone:
+                    self.store.delete_key(each)
         return found
 
 
@@ -128,6 +136,11 @@ def ranks_of(name: str) -> tuple[int, ...]:
 def group_named(name: str) -> Group | None:
     """What is known of the process group of this name, None unless it has several real ranks."""
     return group_of(_resolved(name))
+
+
+def numbers(ranks: Collection[int]) -> str:
+    """In words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _resolved(name: str) -> Any:

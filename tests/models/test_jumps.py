@@ -33,17 +33,17 @@ def test_any_order_of_calls_is_right(record_property: Callable[[str, object], No
 
 
 def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:
-    """A step cache that skips all blocks but the first, in turns with whole steps."""
+    """A step cache that skips all blocks but the first, now and then."""
     model, twin = taken()
-    for i in range(12):
-        order = list(range(5)) if i < 4 or i % 2 else [0]
+    for i in range(15):
+        order = [0] if i in (4, 6, 7, 9, 12, 13) else list(range(5))
         check(model, twin, order)
-        if i > 4 and order == [0]:
+        if order == [0]:
             ran = [p for p in programs(model) if p.measurements]
             (first,) = [p for p in ran if "blocks.0.up.weight" in {b.name for b in p.buffers.values()}]
             cost = first.measurements[-1]
             assert cost.moved_bytes + cost.primed_bytes <= first.plan.moved_bytes + 2 * arena_of(model).nbytes
-    assert cycles(model)[0].jumps >= 4
+    assert sum(route.jumps for route in cycles(model)) >= 4
 
 
 def test_jumps_that_repeat_become_a_cycle() -> None:
