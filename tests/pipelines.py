@@ -75,13 +75,6 @@ def is_plain(pipe: Any) -> bool:
     return of_diffusers and not placed(pipe) and not any(map(compiled, models(pipe).values()))
 
 
-def learn(budget: Budget) -> None:
-    """Wait for the cycles that are being planned."""
-    for phase in budget.phases:
-        if phase.arena.cycles is not None:
-            phase.arena.cycles.wait_planned()
-
-
 def held(budget: Budget) -> int:
     """Bytes of weights on the device."""
     return sum(arena.held for arena in {p.arena for p in budget.phases}) + sum(p.kept for p in budget.phases)

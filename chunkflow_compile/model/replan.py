@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ from torch import nn
 from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.model.placement import placements_of
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cycles import Cycles
 from chunkflow_compile.runtime.measurement import measured
+from chunkflow_compile.runtime.rank_times import RankTimes
+from chunkflow_compile.runtime.session import Session
 
 
 def replan(
@@ -33,7 +39,10 @@ def replan(
     changes.  The next call starts cold.  Sizes that come later are planned for the same goal, unless it is a plan.
     Programs that run as a cycle (see ``cycles``) are planned together: for another goal when their order has repeated
     again, and ``as_measured`` from their times and the time between them.
-    Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet.
+    Ranks whose collectives meet plan from the largest of their times, so each of them calls this with ``as_measured``, at
+    the same point of its run, as a collective; one that does not is waited for as long as by a collective.
+    Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet, on this rank or
+    with ``as_measured`` on another.
     """
     found = list(programs(model))
     if not found:
@@ -53,23 +62,55 @@ def replan(
         goal = {"plan": None}  # a plan from a file would run whatever was measured
     running = cycles(model) if as_measured else ()
     together = [p for p in found if any(p.key in bound.keys for bound in running)]
-    if "policy" not in goal:
-        found = [p for p in found if p not in together]
+    apart = [p for p in found if p not in together]
+    if "policy" in goal:
+        running = ()  # planned when their order has repeated again
+    else:
+        found = apart
+    times = _times(apart if as_measured else (), running)
     codes, shared = [], dict[int, Code]()
     for program in found:
         code = program.current.code  # of the newest goal, which may not have run yet
-        if as_measured and program not in together:
-            codes.append(code.remade(**goal, timings=measured(program.plan, program.measurements).timings()))
+        if program.alone in times:
+            codes.append(code.remade(**goal, timings=times[program.alone]))
         else:  # blocks of one kind share their code
             key = id(code)
             shared[key] = shared.get(key) or code.remade(**goal)
             codes.append(shared[key])
-    for bound in running if "policy" not in goal else ():
-        with bound.arena.lock():
-            Cycles.of(bound.arena).replan(bound)
+    with contextlib.ExitStack() as locks:
+        for arena in sorted({bound.arena for bound in running}, key=id):
+            locks.enter_context(arena.lock())
+        plans = [Cycles.of(bound.arena).plan_again(bound, times[bound]) for bound in running]
+        for _, swap in plans:
+            swap()
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
             placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}
     for program, code in zip(found, codes, strict=True):
         program.current.code, program.current.by_itself = code, False
     return model
+
+
+def _times(apart: Sequence[Session], cycles: Sequence[BoundCycle]) -> dict[BoundCycle, Timings]:
+    """The measured times of programs outside cycles and of cycles, the largest of all ranks that run them.
+
+    Raises ChunkflowError if a rank has none of one, or does not come.
+    """
+    sequences = [*(program.alone for program in apart), *cycles]
+    own = [*map(_own_times, apart), *(bound.timings(1, wait=True) for bound in cycles)]
+    names = [f"{i}: {sequence.name}" for i, sequence in enumerate(sequences)]
+    ranks = RankTimes(
+        (group for sequence in sequences for group in sequence.groups), dict(zip(names, own, strict=True))
+    )
+    while ranks.missing:
+        ranks.read(wait=True)
+    found = {s: times for s, name in zip(sequences, names, strict=True) if (times := ranks.timings[name]) is not None}
+    if len(found) < len(sequences):
+        raise ChunkflowError("No step was measured yet, here or on another rank: call the compiled model again.")
+    return found
+
+
+def _own_times(program: Session) -> Timings | None:
+    digest = program.plan.digest
+    steps = [step for step in program.measurements if step.plan == digest]
+    return measured(program.plan, steps).timings() if steps else None

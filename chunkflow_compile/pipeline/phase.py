@@ -117,6 +117,7 @@ class Phase:
             predicted_s=predicted,
             measured_s=measured,
             retries=self.retries,
+            hardware=next((session.plan.hardware for session, _ in self._newest()), None),
             notes=tuple(notes),
         )
 

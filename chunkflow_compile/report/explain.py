@@ -17,13 +17,12 @@ from chunkflow_compile.units import size
 from .calls import CallFigures, calls_table
 from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
-from .record import PROSE_WIDTH, as_json, fine, region_title, seconds
+from .record import PROSE_WIDTH, as_json, fine, is_far, profile_does_not_fit, region_title, seconds
 
 # Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5
-# Shares of a step from which stalls, and wrong predictions, are reported; less is within the variation of steps.
+# Share of a step from which stalls are reported; less is within the variation of steps.
 _NOTABLE = 0.02
-_FAR = 0.10
 # Seconds below which a table shows 0.0 ms.
 _SHORT = 5e-5
 # Most characters of a region in a table: a block and two weights.
@@ -78,7 +77,8 @@ class WorstStall:
 class Explanation:
     """A plan beside its measurement.  ``str()`` gives the report.
 
-    ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``notes``: on what was compiled.  ``first_step``: where the
+    ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``part``: what the plan is of, if it is one of several programs
+    of a model.  ``notes``: on what was compiled.  ``first_step``: where the
     time of compiling went in this process, phases and seconds, if it is known.
     """
 
@@ -94,6 +94,7 @@ class Explanation:
     advice: str
     calls: tuple[CallFigures, ...] = ()
     jumps: int = 0
+    part: str = ""
     notes: tuple[str, ...] = ()
     first_step: tuple[tuple[str, float], ...] = ()
 
@@ -109,9 +110,12 @@ class Explanation:
 
     def report(self, every_window: bool = False) -> str:
         """The report as text.  ``every_window``: list all windows, not only those furthest from their prediction."""
-        calls = f"medians of {self.steps} call{'s' * (self.steps != 1)}"
-        warm = f"policy {self.policy}, planned for {self.hardware}; {calls}; plan {self.plan}"
+        one, several = ("pass", "passes") if self.calls else ("call", "calls")
+        medians = f"medians of {self.steps} {one if self.steps == 1 else several}"
+        warm = f"policy {self.policy}, planned for {self.hardware}; {medians}; plan {self.plan}"
         parts = [warm, _figure_table(self.figures), fill(f"limited by {self.limit}", PROSE_WIDTH)]
+        if self.part:
+            parts.insert(0, fill(self.part, PROSE_WIDTH))
         if self.advice:
             parts.append(fill(self.advice, PROSE_WIDTH))
         parts += [fill(note, PROSE_WIDTH) for note in self.notes]
@@ -141,8 +145,11 @@ class Explanation:
         return "\n\n".join(parts)
 
 
-def explain_plan(plan: Plan, measured: Measured) -> Explanation:
-    """Compare a measurement with its plan.  Raises ChunkflowError if they do not belong together."""
+def explain_plan(plan: Plan, measured: Measured, what: str = "a call of the model") -> Explanation:
+    """Compare a measurement with its plan.  ``what``: that was measured.
+
+    Raises ChunkflowError if they do not belong together.
+    """
     if measured.plan != plan.digest:
         raise ChunkflowError(
             f"The measurement is of plan {measured.plan}, but this plan is {plan.digest}. Use the plan that ran."
@@ -159,7 +166,7 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
     reached = measured.moved_bytes / measured.copy_s if measured.copy_s else None
     figures: tuple[Figure, ...] = (
-        Figure("a call of the model", predicted.step_s, measured.step_s),
+        Figure(what, predicted.step_s, measured.step_s),
         Figure("compute", predicted.compute_s, measured.compute_s),
         Figure("waiting for weights", predicted.exposed_s, measured.exposed_s),
         Figure("collectives", predicted.collective_s, measured.collective_s),
@@ -276,14 +283,13 @@ def _longest_part(measured: Measured) -> str:
 def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
     """The figure that is off most, and what to do; empty if the step is near its prediction."""
     step, *parts = figures[:5]
-    if not step.predicted or step.measured is None or abs(step.measured / step.predicted - 1) <= _FAR:
+    if not step.predicted or step.measured is None or not is_far(step.predicted, step.measured):
         return ""
     off = {f.name: (f.measured or 0.0) - (f.predicted or 0.0) for f in parts}
     name = max(off, key=lambda n: abs(off[n]))
     return (
-        f"a call takes {step.measured / step.predicted:.2f} times what was predicted, most of it {name} "
-        f"({off[name] * 1e3:+.1f} ms): the profile {hardware!r} does not fit this machine, or the machine was busy; "
-        "run chunkflow calibrate and compile with hardware='measured'"
+        f"{step.name} takes {step.measured / step.predicted:.2f} times what was predicted, most of it {name} "
+        f"({off[name] * 1e3:+.1f} ms): {profile_does_not_fit(repr(hardware), 'compile')}"
     )
 
 

@@ -9,15 +9,16 @@ from tabulate import tabulate
 
 from chunkflow_compile.units import size
 
-from .record import PROSE_WIDTH, seconds
+from .record import PROSE_WIDTH, is_far, profile_does_not_fit, seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFigures:
     """One component.  Bytes of its ``weights``, of those ``streamed``, of those ``on_device`` now, and most bytes that its
     calls took beside all weights, ``activations`` (None if they are not counted, or were not yet).  ``predicted_s``: seconds
-    of a call, by its plan.  ``measured_s``: median seconds of its calls, from beginning to return.  ``retries``: calls that
-    ran out of memory and ran again.  ``notes``: on what was compiled.  None where a figure is not known."""
+    of a call, by its plan for ``hardware``.  ``measured_s``: median seconds of its calls, from beginning to return.
+    ``retries``: calls that ran out of memory and ran again.  ``notes``: on what was compiled.  None where a figure is not
+    known."""
 
     name: str
     model: str
@@ -29,6 +30,7 @@ class PhaseFigures:
     predicted_s: float | None
     measured_s: float | None
     retries: int
+    hardware: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -49,12 +51,13 @@ class PipelineFigures:
             "weights": _with_sum([p.weights for p in phases]),
             "streamed": _with_sum([p.streamed for p in phases]),
             "on device": _with_sum([p.on_device for p in phases]),
-            "activations": [size(p.activations) for p in phases],
+            "activations": [size(p.activations) for p in phases] if any(p.activations for p in phases) else None,
             "calls": [p.calls for p in phases],
             "predicted": [seconds(p.predicted_s) for p in phases],
             "measured": [seconds(p.measured_s) for p in phases],
         }
-        lines = [tabulate(columns, headers="keys", disable_numparse=True)]
+        known = {name: cells for name, cells in columns.items() if cells is not None}
+        lines = [tabulate(known, headers="keys", disable_numparse=True)]
         most = f"; most at once so far: {size(self.most)}" if self.most is not None else ""
         lines.append(f"budget: {size(self.total)} on the device, weights and activations together{most}")
         if not any(p.calls for p in self.phases):
@@ -62,6 +65,9 @@ class PipelineFigures:
                 "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "
                 "The predicted times follow after the first generation."
             )
+        if far := dict.fromkeys(p.hardware for p in phases if is_far(p.predicted_s, p.measured_s)):
+            fix = profile_does_not_fit(", ".join(map(repr, far)), "apply")
+            lines.append(fill(f"Some calls take far from what was predicted: {fix}.", PROSE_WIDTH))
         for p in (p for p in phases if p.retries):
             times = "once" if p.retries == 1 else f"{p.retries} times"
             lines.append(f"{p.name} ran out of memory {times}; weights gave way.")

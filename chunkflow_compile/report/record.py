@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # chunkflow doctor, which writes sizes, imports no torch
 
 SCHEMA = 1
 PROSE_WIDTH = 100  # characters in a line of prose
+# Share of a step from which a prediction is wrong; less is within the variation of steps.
+_FAR = 0.10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,19 @@ class ComparisonRecord:
     def body(self) -> dict[str, object]:
         """What is written of it as JSON."""
         return {"schema": SCHEMA, **asdict(self)}
+
+
+def is_far(predicted_s: float | None, measured_s: float | None) -> bool:
+    """Whether a time is far from its prediction; not if either is unknown."""
+    return bool(predicted_s) and measured_s is not None and abs(measured_s / predicted_s - 1) > _FAR  # type: ignore[operator]
+
+
+def profile_does_not_fit(hardware: str, call: str) -> str:
+    """Why a time is far from its prediction, and what to do.  ``hardware``: profiles.  ``call``: that has the options."""
+    return (
+        f"the profile {hardware} does not fit this machine, or the machine was busy; run chunkflow calibrate and {call} with "
+        "hardware='measured'"
+    )
 
 
 def as_json(body: object) -> str:

@@ -2,6 +2,6 @@
 
 In: a program, its lowered regions, the weights of a model.  Out: the outputs of a call, and what each step took.
 Read: device_base, streams, device, cuda; call_site, arena, host_flag, instructions, executor; codes, bound_cycle, cycles,
-session, runner; traffic, measurement.
+session, runner; traffic, measurement, rank_times.
 The rest serves one of these: torch_cuda, cuda_streams, cuda_time, locks, host_clock, first_call, link (emulated).
 """

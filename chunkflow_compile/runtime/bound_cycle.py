@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
@@ -26,6 +27,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.groups import Group, group_named
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import DriveBytes, Source
 
@@ -33,6 +35,7 @@ from .arena import Arena, Binding
 from .call_site import CallKey, CallSite, bare
 from .executor import Executor
 from .measurement import KEPT_MEASUREMENTS, MEASURED_FILE, StepMeasurement, as_one, measured, warm_timings
+from .rank_times import RankTimes
 
 # The buffers of the weights of a cycle, by their names in it.
 BufferRefs = Mapping[str, weakref.ref[HostBuffer]]
@@ -43,8 +46,8 @@ class BoundCycle:
 
     ``keys``: of its calls, none of a program alone.  ``position``: the call that is expected next.  ``jumps``: the calls off
     the cycle so far, at which it was entered anew.  ``replan_after``: the number of warm passes after which to plan it again
-    from their times; 0 for never.  ``settings``: that it was planned with, but for those times.  ``folder``: where
-    measurements are written, None for nowhere.
+    from their times, see :meth:`ended`; 0 for never.  ``settings``: that it was planned with, but for those times.
+    ``folder``: where measurements are written, None for nowhere.
     """
 
     def __init__(
@@ -77,6 +80,9 @@ class BoundCycle:
         self._passes: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)  # whole ones
         self._pass: list[StepMeasurement] = []  # the newest, until it is whole
         self._begun = 0  # passes
+        self._in_order = 0  # calls since a pass began, without a jump
+        self._whole = 0  # passes without a jump
+        self._rank_times: RankTimes | None = None  # while those of other ranks are awaited
         self._marks = marks
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
@@ -105,16 +111,56 @@ class BoundCycle:
         """The same, each as the measurements of its calls."""
         return self._measured(wait=True)
 
+    @property
+    def name(self) -> str:
+        """The same on every rank, whose shards may differ in size."""
+        problem = self.cycle.problem
+        block = next((r.block for r in problem.regions if r.block), "the model")
+        calls = f"{len(self.calls)} call{'s' * (len(self.calls) > 1)}"
+        return f"{calls} from {block} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
+
+    @property
+    def groups(self) -> list[Group]:
+        """The process groups whose ranks run this in step: those of its collectives, in the order of their first use."""
+        graphs = [program.module.graph for program in self.cycle.calls if program.problem.collectives]
+        names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
+        return [group for name in names if (group := group_named(name)) is not None]
+
     def adopt(self, other: BoundCycle) -> None:
         """Take over the measurements of a cycle that this one replaces."""
         self._passes.extend(other._passes)
 
-    def timings(self, passes: int) -> Timings | None:
-        """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
-        found = self._measured()
+    def timings(self, passes: int, wait: bool = False) -> Timings | None:
+        """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``.
+
+        ``wait``: for those in flight.
+        """
+        found = self._measured(wait)
         if len(self.calls) == 1:  # its first step need not be cold, and pays for first touches
             return warm_timings(self.cycle.plan, found[1:], passes)
         return warm_timings(self.cycle.plan, found, passes, self.cycle.starts)
+
+    def ended(self) -> Timings | None:
+        """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due.
+
+        It is due after each ``replan_after`` + 1 whole passes, until that many of them were warm.  Only counts decide, so
+        that ranks that run the same calls come to it in the same pass; it takes them a pass more for each of their groups.
+        Raises ChunkflowError if a rank has no times of it, and always will.
+        """
+        if self._in_order != len(self.calls):
+            return None
+        self._in_order, self._whole = 0, self._whole + 1
+        if self._rank_times is None:
+            if self._whole % (self.replan_after + 1):
+                return None
+            self._rank_times = RankTimes(self.groups, {self.name: self.timings(self.replan_after, wait=True)})
+        else:
+            self.arena.streams.compute.synchronize()  # the host may run ahead of the collectives of the pass
+            self._rank_times.read()
+        if self._rank_times.missing:
+            return None
+        timings, self._rank_times = self._rank_times.timings[self.name], None
+        return timings
 
     def _measured(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, each the measurements of its calls."""
@@ -196,6 +242,7 @@ class BoundCycle:
         found = self.executor(site, call)
         found.wanted = self.replan_after > 0
         self.position = (call + 1) % len(self.calls)
+        self._in_order = call + 1 if call in (0, self._in_order) else 0
         if call == 0:
             if self._begun and not self._begun & (self._begun - 1):  # after passes 1, 2, 4, 8, ...: a run may be killed
                 self._save()

@@ -1,9 +1,10 @@
 """Cycles: the order in which the programs of an arena run, learnt while they run, and planned as one when it repeats.
 
-Every call is recorded by what it reads: a *key* stands for the weights of its regions.  When the keys repeat, another
-thread plans the calls between as one cycle.  From the next border on, each call runs the program of its place in the
-cycle.  A call other than the expected one is a *jump*: it finds its place in the cycle, or in another that is known, or
-runs its own program.  Whatever ran before, it then fetches what it needs.
+Every call is recorded by what it reads: a *key* stands for the weights of its regions.  When the same keys have come
+twice in the same order, the third pass is planned as one cycle, once, and runs as it: each call runs the program of its
+place in the cycle.  Ranks that call the same programs plan them in the same pass.  A call other than the expected one is a
+*jump*: it finds its place in the cycle, or in another that is known, or runs its own program.  Whatever ran before, it then
+fetches what it needs.
 
 A cycle is planned from the rates of the hardware profile, and the time between its calls is taken as none.  With
 ``replan_after``, it is planned once more from the times of its regions and of the time between its calls.
@@ -14,20 +15,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pace import give_way
 from chunkflow_compile.passes.pipeline import Settings, make_cycle
-from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
-from chunkflow_compile.passes.program.cycle import Call, Cycle
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.arrivals import arrivals
+from chunkflow_compile.passes.program.cycle import Call
 from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.progress import planning
 
 from .arena import Arena
 from .bound_cycle import BoundCycle, BufferRefs
@@ -45,44 +46,6 @@ _TRIES = 4
 _MOST_CYCLES = 8
 
 
-@dataclass(eq=False)
-class _Job:
-    """A cycle that is being planned on another thread.
-
-    ``settings``: without measured times.  ``folder``: of the dump of one of its calls, if there is one.  ``instead``: the
-    cycle that runs on these calls now, if it is planned again, from ``timings``.  ``result``: None until it ends, and if the
-    process exits.  ``hurried``: whether another thread waits for it.
-    """
-
-    keys: tuple[CallKey, ...]
-    calls: Sequence[Call]
-    buffers: BufferRefs
-    settings: Settings
-    folder: Path | None
-    instead: BoundCycle | None = None
-    timings: Timings | None = None
-    result: tuple[Cycle, Arrivals] | ChunkflowError | None = None
-    hurried: bool = False
-
-    def __post_init__(self) -> None:
-        # Not a daemon: Python would stop it inside C++ code when the process exits, which aborts the process.
-        self.thread = threading.Thread(target=self._plan, name="chunkflow-plan")
-        self.thread.start()
-
-    def _plan(self) -> None:
-        give_way(self._hurried)
-        try:
-            cycle = make_cycle(self.calls, replace(self.settings, timings=self.timings))
-            self.result = cycle, arrivals(cycle)
-        except ChunkflowError as error:
-            self.result = error.with_traceback(None)
-
-    def _hurried(self) -> bool:
-        if not threading.main_thread().is_alive():
-            raise SystemExit  # the process exits, and waits for this thread
-        return self.hurried
-
-
 class Cycles:
     """What an arena has learnt of the order in which its programs run."""
 
@@ -90,10 +53,8 @@ class Cycles:
         self._arena = arena
         self._keys: weakref.WeakValueDictionary[object, CallKey] = weakref.WeakValueDictionary()
         self._history: deque[CallKey] = deque(maxlen=2 * MOST_CALLS + 1)
-        self._job: _Job | None = None
         self._refused: deque[tuple[CallKey, ...]] = deque(maxlen=4 * _MOST_CYCLES)
         self._unexpected = 0
-        self._fresh: BoundCycle | None = None  # planned, and not yet asked whether it has the call that comes
         self.known: list[BoundCycle] = []
         self.current: BoundCycle | None = None
 
@@ -139,21 +100,24 @@ class Cycles:
             return None  # a whole model, again and again
         return self._unforeseen(key, previous, site)
 
-    def wait_planned(self) -> None:
-        """Wait for a cycle that is being planned; the next call runs in it."""
-        if self._job is not None:
-            self._job.hurried = True
-            self._job.thread.join()
+    def plan_again(self, bound: BoundCycle, timings: Timings) -> tuple[Plan, Callable[[], None]]:
+        """A plan of a cycle from measured times, and what makes its next pass run it.
 
-    def replan(self, bound: BoundCycle) -> None:
-        """Plan a cycle again from its times so far; the next pass runs it.  Raises ChunkflowError if there are none."""
-        self.wait_planned()
-        bound.replan_after = 0
-        if not self._replan(bound, 1):
-            raise ChunkflowError("No pass over the calls of this cycle was measured yet: call the model again.")
-        self.wait_planned()
-        if self._job is not None and isinstance(self._job.result, ChunkflowError):
-            raise self._job.result
+        Raises ChunkflowError if there is none.
+        """
+        if (sites := sites_of(bound.keys)) is None or (settings := common(sites)) is None:
+            raise ChunkflowError("A program of this cycle has ended since it was measured: call the model again.")
+        again = self._planned(bound.keys, bound.calls, bound.buffers, settings, timings)
+        again.position, again.jumps = bound.position, bound.jumps
+
+        def swap() -> None:
+            if bound in self.known:
+                in_turn = bound is self.current
+                self._forget(bound)
+                self._add(again, folder_of(sites))
+                self.current = again if in_turn else self.current
+
+        return again.cycle.plan, swap
 
     def release(self) -> None:
         """Release all cycles, and forget those whose weights no longer exist."""
@@ -169,18 +133,17 @@ class Cycles:
     def close(self) -> None:
         self.release()
         self.known.clear()
-        self.current = self._job = self._fresh = None
+        self.current = None
 
     def _unforeseen(self, key: CallKey, previous: CallKey | None, site: CallSite) -> Executor | None:
         """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
-        made, self._fresh = self._finished() or self._fresh, None
-        if made is not None and made in self.known and (begin := made.find(key)) is not None:
-            self.current, self._unexpected, made.position = made, 0, begin
-        elif self.current is not None and self._unexpected > len(self.current.keys):
+        if self.current is not None and self._unexpected > len(self.current.keys):
             self.current = None
-        self._learn(key)
+        if (learnt := self._learn(key)) is not None:
+            self.current, self._unexpected = learnt, 0
+            return self._run(learnt, site, 0)
         for bound in [r for r in (self.current, *self.known) if r is not None]:
             call = bound.find(key)
             if call is None or (bound is not self.current and not site.part and bound.keys[call - 1] is not previous):
@@ -193,15 +156,6 @@ class Cycles:
         return None
 
     def _run(self, bound: BoundCycle, site: CallSite, call: int) -> Executor | None:
-        if call == 0 and self._job is not None:
-            again = self._job.instead is bound
-            made = self._finished()
-            if again:
-                self.current = bound = made or bound
-            else:
-                self._fresh = made or self._fresh
-        if call == 0 and bound.replan_after and self._job is None:
-            self._replan(bound, bound.replan_after)
         try:
             return bound.begin(site, call)
         except ChunkflowError as error:  # the program alone still runs
@@ -215,8 +169,6 @@ class Cycles:
         self.known.remove(bound)
         if self.current is bound:
             self.current = None
-        if self._job is not None and self._job.instead is bound:
-            self._job = None
 
     def _start_anew(self, key: CallKey, settings: Settings) -> None:
         """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
@@ -224,104 +176,86 @@ class Cycles:
         gone = [r for r in found if not r.serves(settings)]
         for bound in gone:
             self._forget(bound)
-        if found and not gone and (self._job is None or key not in self._job.keys):
+        if found and not gone:
             return
-        self._job = self._fresh = None
         self._refused.clear()
         self._history.clear()
 
-    def _learn(self, key: CallKey) -> None:
-        """Plan the calls since an earlier one of the same weights: at once if no cycle runs, else when they have repeated
+    def _learn(self, key: CallKey) -> BoundCycle | None:
+        """Plan the calls since an earlier one of the same weights as a cycle, which begins now: when they have come twice,
         and are more than those of the cycle that runs."""
         current = self.current
-        if self._job is not None or (current is not None and len(self.known) >= _MOST_CYCLES):
-            return
-        for keys, repeated in self._periods(key):
+        if current is not None and len(self.known) >= _MOST_CYCLES:
+            return None
+        for keys in self._periods(key):
             known = itertools.chain(self._refused, (bound.keys for bound in self.known))
-            if any(_turned(keys, others) for others in known):
+            if (current is not None and len(keys) <= len(current.keys)) or any(_turned(keys, k) for k in known):
                 continue
-            if (current is None or (repeated and len(keys) > len(current.keys))) and self._plan(keys):
-                return
+            if (learnt := self._plan(keys)) is not None:
+                return learnt
+        return None
 
-    def _periods(self, key: CallKey) -> Iterator[tuple[tuple[CallKey, ...], bool]]:
-        """The calls since each of the newest earlier calls of ``key``, and whether the same calls came before them."""
+    def _periods(self, key: CallKey) -> Iterator[tuple[CallKey, ...]]:
+        """The calls since each of the newest earlier calls of ``key``, if the same calls came before them."""
         history = list(self._history)
         end = len(history) - 1
         earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is key)
         for begin in itertools.islice(earlier, _TRIES):
             length, keys = end - begin, history[begin:end]
-            repeated = begin >= length and history[begin - length : begin] == keys
             once = _once(tuple(keys))
-            yield once, repeated or len(once) < length
+            if len(once) < length or (begin >= length and history[begin - length : begin] == keys):
+                yield once
 
-    def _plan(self, keys: tuple[CallKey, ...]) -> bool:
-        """Plan a cycle on another thread.  Returns whether it can be one."""
+    def _plan(self, keys: tuple[CallKey, ...]) -> BoundCycle | None:
+        """Plan a cycle of these calls; None if they cannot be one."""
         sites = sites_of(keys)
-        if sites is None:
-            return False
+        if sites is None or not all(key.lasts for key in keys):
+            return None
         settings = common(sites)
         regions = sum(len(s.code.program.problem.regions) for s in sites)
         again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sites, strict=True))
         if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a cycle already
             self._refused.append(keys)
-            return False
+            return None
         calls, buffers = calls_of(sites)
         refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._job = _Job(keys, calls, refs, settings, folder_of(sites))
-        return True
-
-    def _replan(self, bound: BoundCycle, passes: int) -> bool:
-        """Plan a cycle again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
-        sites, timings = sites_of(bound.keys), bound.timings(passes)
-        settings = None if sites is None else common(sites)
-        if sites is None or settings is None or timings is None:
-            return False
-        self._job = _Job(bound.keys, bound.calls, bound.buffers, settings, folder_of(sites), bound, timings)
-        return True
-
-    def _finished(self) -> BoundCycle | None:
-        """The cycle that has been planned since the last call."""
-        job = self._job
-        if job is None or job.thread.is_alive():
-            return None
-        self._job = None
-        if not isinstance(job.result, tuple):
-            self._not_planned(job)
-            return None
-        cycle, marks = job.result
-        made = BoundCycle(self._arena, job.calls, job.buffers, job.settings, cycle, marks, keys=job.keys)
-        if not made.lasts:
-            return None
-        if (before := job.instead) is None:
-            made.replan_after = max((s.code.replan_after for s in sites_of(job.keys) or ()), default=0)
-        elif before.replan_after and before.cycle.plan.placement == cycle.plan.placement:
-            before.replan_after = 0
-            return None
-        else:
-            made.jumps = before.jumps
-            self._forget(before)
-        for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_CYCLES)]:
-            self._forget(old)
-        self.known.append(made)
-        if job.folder is not None:
-            with contextlib.suppress(OSError):  # a full disk is no error
-                _write(made, job.folder)
-        _log.info("%s calls repeat and run as a cycle: %s bytes on the device", len(job.keys), cycle.plan.device_bytes)
-        return made
-
-    def _not_planned(self, job: _Job) -> None:
-        """There is no plan: the calls run as they do now."""
-        if job.instead is not None:
-            job.instead.replan_after = 0
-            _log.warning("the current plan of %s calls is kept: %s", len(job.keys), job.result)
-            return
-        self._refused.append(job.keys)
-        if job.result is not None:
+        try:
+            bound = self._planned(keys, calls, refs, settings)
+        except ChunkflowError as error:
+            self._refused.append(keys)
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
-                len(job.keys),
-                job.result,
+                len(keys),
+                error,
             )
+            return None
+        bound.replan_after = max(s.code.replan_after for s in sites)
+        self._add(bound, folder_of(sites))
+        return bound
+
+    def _planned(
+        self,
+        keys: tuple[CallKey, ...],
+        calls: Sequence[Call],
+        buffers: BufferRefs,
+        settings: Settings,
+        timings: Timings | None = None,
+    ) -> BoundCycle:
+        """A cycle that is planned now.  Raises ChunkflowError if there is no plan."""
+        with planning(f"{len(keys)} calls that repeat"):
+            cycle = make_cycle(calls, replace(settings, timings=timings))
+            return BoundCycle(self._arena, calls, buffers, settings, cycle, arrivals(cycle), keys=keys)
+
+    def _add(self, bound: BoundCycle, folder: Path | None) -> None:
+        """Know a cycle.  ``folder``: of the dump of one of its calls, if there is one."""
+        for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_CYCLES)]:
+            self._forget(old)
+        self.known.append(bound)
+        if folder is not None:
+            with contextlib.suppress(OSError):  # a full disk is no error
+                _write(bound, folder)
+        plan = bound.cycle.plan
+        _log.info("%s calls repeat and run as a cycle: %s bytes on the device", len(bound.keys), plan.device_bytes)
 
 
 def _write(bound: BoundCycle, dump: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
@@ -163,22 +164,36 @@ class Session(CallSite):
         counts.calls += 1
         counts.moved_bytes += cost.moved + cost.primed
         counts.cold_starts += cost.primed > 0
-        if self.alone.replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
-            self._replan()
+        bound = self.cycles.current if in_cycle is not None else self.alone
+        if bound is not None and bound.replan_after:
+            self._replan(bound)
         return outputs
 
-    def _replan(self) -> None:
-        """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
-        if (timings := self.alone.timings(self.alone.replan_after)) is None:
-            return
-        self.alone.replan_after = 0
+    def plan_again(self, bound: BoundCycle, timings: Timings) -> tuple[Plan, Callable[[], None]]:
+        """A plan from measured times for the program outside cycles, or for a cycle that it is a call of; and what makes the
+        next pass run it.  Raises ChunkflowError if there is none."""
+        if bound is not self.alone:
+            return self.cycles.plan_again(bound, timings)
+        code = self.code.remade(timings=timings)
+
+        def swap() -> None:
+            self.current.code, self.current.by_itself = code, True
+
+        return code.program.plan, swap
+
+    def _replan(self, bound: BoundCycle) -> None:
+        """At the end of a pass, plan from measured times if that is due; a new placement runs from the next pass on."""
         try:
-            code = self.code.remade(timings=timings)
+            if (timings := bound.ended()) is None:
+                return
+            bound.replan_after = 0
+            plan, swap = self.plan_again(bound, timings)
         except ChunkflowError as error:  # the current plan still works
+            bound.replan_after = 0
             _log.warning("the current plan is kept: %s", error)
             return
-        if code.program.plan.placement != self.plan.placement:
-            self.current.code, self.current.by_itself = code, True
+        if plan.placement != bound.cycle.plan.placement:
+            swap()
 
     def close(self) -> None:
         """Wait for the step and the copies in flight, then leave the arena."""
@@ -200,7 +215,9 @@ class Session(CallSite):
         buffers = {name: weakref.ref(buffer) for name, buffer in self.buffers.items()}
         call = self.call({weight.name: weight.name for weight in self.program.problem.weights})
         made = BoundCycle(self.arena, [call], buffers, code.settings, cycle, arrivals(cycle), advice=code.advice)
-        made.folder, made.replan_after = code.folder, code.replan_after
+        made.folder = code.folder
+        if not (self.part and self.key):  # its cycle is planned again
+            made.replan_after = code.replan_after
         return made
 
     def _name(self) -> str:

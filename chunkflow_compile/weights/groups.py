@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import logging
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 
 from .limits import local_ranks
 
 _log = logging.getLogger(__name__)
+
+# Between two looks for what a rank posts, which takes it a planning of a second or two.
+_PAUSE_S = 0.01
 
 # Backends of process groups of real ranks, whose store all of them can reach.
 _REAL = ("gloo", "nccl")
@@ -36,6 +42,53 @@ class Group:
     def key(self) -> str:
         """The same on all of its ranks, for what they keep in the store: torch's names of groups may differ."""
         return f"chunkflow/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]}"
+
+    def post(self, what: str, value: Any) -> str:
+        """Let the other ranks read a value, such that JSON can hold.  Returns its key, for :meth:`posted`.
+
+        Each rank posts the same as ``what`` in the same order; the n-th values belong together.
+        """
+        with reached("ranks compare their times"):
+            place = f"{self.key}/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+            key = f"{place}/{self.store.add(f'{place}/count/{self.rank}', 1)}"
+            self.store.set(f"{key}/{self.rank}", json.dumps(value))
+            self.store.check([f"{key}/{self.rank}"])  # answered when the store has the value, as ``set`` is not
+        return key
+
+    def posted(self, key: str, seconds: float = 0.0) -> dict[int, Any]:
+        """Rank -> the value that it has posted, of all that have; waits at most ``seconds`` for the others.
+
+        Without one of them, this occasion does not count, and the next value that this rank posts belongs to it.
+        """
+        keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
+        with reached("ranks compare their times"):
+            while not self.store.check([*keys.values()]) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+            found = {rank: json.loads(self.store.get(k)) for rank, k in keys.items() if self.store.check([k])}
+            gone = list[str]()
+            if len(found) < len(keys):
+                self.store.add(f"{key.rpartition('/')[0]}/count/{self.rank}", -1)
+                gone = [keys[self.rank]] if seconds else []
+            elif self.store.add(f"{key}/read", 1) == len(keys):
+                gone = [*keys.values(), f"{key}/read"]
+            with contextlib.suppress(RuntimeError):  # not every store can
+                for each in gone:
+                    self.store.delete_key(each)
+        return found
+
+
+@contextlib.contextmanager
+def reached(doing: str) -> Iterator[None]:
+    """Around calls of a store.  ``doing``: when, for an error."""
+    try:
+        yield
+    except ChunkflowError:
+        raise
+    except RuntimeError as error:
+        raise ChunkflowError(
+            f"The store of the process group cannot be reached while {doing} ({first_line(error)}). Look at the errors of "
+            "the other ranks, and start all of them again."
+        ) from error
 
 
 def group_of(group: Any = None) -> Group | None:
@@ -77,9 +130,22 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
 
 def ranks_of(name: str) -> tuple[int, ...]:
     """The ranks of the process group of this name."""
+    return tuple(dist.get_process_group_ranks(_resolved(name)))
+
+
+def group_named(name: str) -> Group | None:
+    """What is known of the process group of this name, None unless it has several real ranks."""
+    return group_of(_resolved(name))
+
+
+def numbers(ranks: Collection[int]) -> str:
+    """In words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _resolved(name: str) -> Any:
     # it exists in every release, but not in __all__
-    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
-    return tuple(dist.get_process_group_ranks(resolve(name)))
+    return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
 @functools.cache  # once a process

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 
-from .groups import Group, group_to_share_in
+from .groups import Group, group_to_share_in, numbers, reached
 from .host_memory import near_cpus
 from .mapping import PAGE, Descriptor, identity_of, memory_file, reopened
 
@@ -36,7 +36,7 @@ class _AbsentError(ChunkflowError):
 
     def __init__(self, ranks: Collection[int]) -> None:
         super().__init__(
-            f"{_numbers(ranks).capitalize()} did not answer in time while the weights were placed. Look at the errors there, "
+            f"{numbers(ranks).capitalize()} did not answer in time while the weights were placed. Look at the errors there, "
             "and start all ranks again."
         )
         self.ranks = [*ranks]
@@ -224,7 +224,7 @@ def meet(found: Group, near: str = "") -> Node | None:
             records = dict(zip(found.ranks, everyone.gather(mine), strict=True))
     except _AbsentError as error:
         raise ChunkflowError(
-            f"{_numbers(error.ranks).capitalize()} did not place the model within {everyone.seconds:.0f} s: with "
+            f"{numbers(error.ranks).capitalize()} did not place the model within {everyone.seconds:.0f} s: with "
             "share, every rank of the group calls offload. Pass share=False to place it on this rank alone, or share=group "
             "with the ranks that place it."
         ) from error
@@ -237,7 +237,7 @@ def meet(found: Group, near: str = "") -> Node | None:
         node.share(memory_file("chunkflow-trial", PAGE) if node.leads else None)
     except _NoWayError as error:
         node.close()
-        _log.warning("each of %s keeps weights of its own: %s", _numbers(ranks), error)
+        _log.warning("each of %s keeps weights of its own: %s", numbers(ranks), error)
         return None
     except BaseException as error:
         node.close(error)
@@ -270,7 +270,7 @@ def _sharing(found: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
             "rank %s shares no weights with %s on this machine: another user, or a container with other process numbers "
             "(--pid)",
             found.rank,
-            _numbers(beside),
+            numbers(beside),
         )
     if elsewhere := [rank for rank in reached if rank not in ranks]:
         alone = len(ranks) < 2
@@ -278,35 +278,21 @@ def _sharing(found: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
             logging.WARNING if alone else logging.INFO,
             "rank %s %s: %s %s near other memory nodes of this machine, and each node has a copy",
             found.rank,
-            "keeps weights of its own" if alone else f"shares its weights with {_numbers(set(ranks) - {found.rank})}",
-            _numbers(elsewhere),
+            "keeps weights of its own" if alone else f"shares its weights with {numbers(set(ranks) - {found.rank})}",
+            numbers(elsewhere),
             "are" if len(elsewhere) > 1 else "is",
         )
     return tuple(ranks)
 
 
-@contextlib.contextmanager
-def _reached() -> Iterator[None]:
-    """Around calls of the store."""
-    try:
-        yield
-    except ChunkflowError:
-        raise
-    except RuntimeError as error:
-        raise ChunkflowError(
-            f"The store of the process group cannot be reached while the weights are placed ({first_line(error)}). Look at "
-            "the errors of the other ranks, and start all of them again."
-        ) from error
+def _reached() -> contextlib.AbstractContextManager[None]:
+    return reached("the weights are placed")
 
 
 def _ended(rank: int) -> ChunkflowError:
     return ChunkflowError(
         f"Rank {rank} has ended while the weights were placed. Look at its own error, and start all ranks again."
     )
-
-
-def _numbers(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _machine() -> str:

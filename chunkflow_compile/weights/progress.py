@@ -1,4 +1,4 @@
-"""Progress on stderr: of moving a model's weights, and of compiling it.
+"""Progress on stderr: of moving a model's weights, of compiling it, and of planning.
 
 Shown on a terminal only, and not with ``CHUNKFLOW_PROGRESS=0`` in the environment.
 """
@@ -36,6 +36,18 @@ def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int
         disable=_disabled(),
     ) as bar:
         yield bar.update
+
+
+@contextlib.contextmanager
+def planning(what: str) -> Iterator[None]:
+    """One line while a step waits for a plan."""
+    with _line(f"chunkflow: planning {what}"):
+        yield
+
+
+def _line(text: str = "") -> tqdm[Any]:
+    """A line with the time that has passed."""
+    return tqdm(bar_format="{desc} {elapsed}", desc=text, leave=False, disable=_disabled(), mininterval=0)
 
 
 def forget_at_end(callback: Callable[[Any], None]) -> None:
@@ -81,5 +93,5 @@ class CompileProgress:
 
     def _begins(self, _: object) -> None:
         if self._bar is None:
-            self._bar = tqdm(bar_format="{desc} {elapsed}", leave=False, disable=_disabled(), mininterval=0)
+            self._bar = _line()
         self.say("tracing")

@@ -98,8 +98,6 @@ class Arm:
     def learn(self) -> None:
         for seed in range(LEARNING):
             self.call(seed)
-            for program in programs(self.model)[:1]:
-                program.cycles.wait_planned()
 
     def measure(self, number: int) -> None:
         """Calls on another adapter."""

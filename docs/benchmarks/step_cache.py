@@ -125,7 +125,6 @@ class Cached:
     def learn(self) -> None:
         for _ in range(LEARNING):
             self.generation()
-            programs(self.model)[0].arena.cycles.wait_planned()
 
     @property
     def jumps(self) -> int:

@@ -6,7 +6,7 @@ their times.  The same holds for collectives of the same kind and bytes.  The su
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -37,6 +37,38 @@ class Timings:
     copying: float = 0.0
     compute_slowdown: float | None = None
     idle_s: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Timings:
+        """Those with these fields, as JSON has them."""
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return Timings(**values)
+
+    def largest(self, others: Iterable[Timings]) -> Timings:
+        """The longest seconds and the lowest rates of these and others, for the problem of these.
+
+        Others of another number of regions do not count; those of ranks with shards of other sizes do.
+        """
+        alike = [self, *(o for o in others if len(o.compute_s) == len(self.compute_s))]
+
+        def most(column: str) -> tuple[Any, ...]:
+            rows = zip(*(values for o in alike if (values := getattr(o, column))), strict=True)
+            return tuple(max((s for s in row if s is not None), default=None) for row in rows)
+
+        def among(choose: Callable[[list[float]], float], name: str) -> float | None:
+            known = [value for o in alike if (value := getattr(o, name)) is not None]
+            return choose(known) if known else None
+
+        return replace(
+            self,
+            compute_s=most("compute_s"),
+            collective_s=most("collective_s"),
+            copy_rate=among(min, "copy_rate"),
+            drive_rate=among(min, "drive_rate"),
+            copying=max(o.copying for o in alike),
+            compute_slowdown=among(max, "compute_slowdown"),
+            idle_s=most("idle_s"),
+        )
 
     def check(self, problem: Problem) -> None:
         """Raise ChunkflowError if these are the timings of another problem."""

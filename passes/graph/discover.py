@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,9 +212,9 @@ def _check_kind(node: Node, kind: str, taken: int, given: int, ranks: int) -> No
         )
 
 
-def group_names(graph: Graph) -> set[str]:
-    """The names of the process groups whose ranks meet in the collectives of a graph."""
-    return {group_name(node) for node in graph.nodes if collective_kind(node) is not None}
+def group_names(graph: Graph) -> Collection[str]:
+    """The names of the process groups whose ranks meet in the collectives of a graph, in the order of their first use."""
+    return dict.fromkeys(group_name(node) for node in graph.nodes if collective_kind(node) is not None).keys()
 
 
 def is_wait_tensor(node: Node) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
 # Pairs of pieces to compare per order.  With 500 pieces that is a dozen rounds and takes a few tenths of a second.
@@ -130,7 +129,6 @@ def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], off
     )
     present: list[tuple[int, int]] = []
     for begin, end, mask in pieces:
-        pace()
         present = [(e, m) for e, m in present if e > begin]
         if any(m & mask for _, m in present):
             return False
@@ -153,7 +151,6 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
     placed = _Placed()
     arena = 0
     for i in order:
-        pace()
         life = lifetimes[i]
         forbidden = [  # open intervals of offsets at which a piece would overlap a placed one
             (begin - aligned(piece.end), end - piece.begin)

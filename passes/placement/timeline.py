@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.ring import ring_bytes, room
@@ -203,7 +202,6 @@ class _Run:
         return self._timeline(length)
 
     def _run(self, item: ScheduleItem) -> None:
-        pace()
         step = self.step
         if isinstance(item, Prefetch):
             self._issue(item)

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
@@ -123,7 +122,6 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
         cursor = _Cursor(link)
         begin, cramped = limit, False
         for i in range(len(chunks) - 1, -1, -1):
-            pace()
             chunk = chunks[i]
             begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
             earliest = chunk.last + 1 - count  # alive for longer than a step, it would overlap itself
@@ -191,7 +189,6 @@ def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int |
         before = placed[-1] - count
         changed = False
         for i, chunk in enumerate(chunks):
-            pace()
             for k in range(placed[i], chunk.first):
                 live[k % count] -= chunk.nbytes
             window, bound = chunk.first, max(wanted[i], min(before, chunk.first))

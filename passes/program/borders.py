@@ -16,7 +16,6 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.passes.pace import pace
 
 from .cycle import Cycle, border
 from .happens_before import HappensBefore, Op
@@ -43,7 +42,6 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use
     seen = 0
     for call in range(1, len(cycle.calls)):
-        pace()
         begin, found = begins[call], border(cycle, call)
         fresh = (i for i in range(seen, begin) if order.ops[i].kind == "chunk" and order.ops[i].serves is not None)
         alive += [(_last_use(order, uses, order.ops[i]), i) for i in fresh]

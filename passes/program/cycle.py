@@ -20,7 +20,6 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.ops import Prefetch, prefetch_of
-from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.placement.schedule import Transfers, transfers_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
@@ -145,7 +144,6 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
     programs = []
     flows: dict[int, Mapping[str, str]] = {}  # calls of one graph share it
     for number, call in enumerate(calls):
-        pace()
         if id(call.cut) not in flows:
             flows[id(call.cut)] = call.cut.data_flow()
         flow = flows[id(call.cut)]

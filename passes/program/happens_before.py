@@ -24,7 +24,6 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
-from chunkflow_compile.passes.pace import pace
 
 from .arrivals import Arrivals, arrivals
 from .cycle import Cycle, border
@@ -96,7 +95,6 @@ class HappensBefore:
         running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
         gate: int | None = None  # the newest event that the copy stream waits for
         for i, op in enumerate(self.ops):
-            pace()
             if op.stream == "collective":
                 (name,) = op.collectives
                 if op.kind == "collective":
@@ -126,7 +124,6 @@ class HappensBefore:
         """
         clocks: list[tuple[int, int]] = []
         for i, op in enumerate(self.ops):  # the order of issue is topological
-            pace()
             compute = copy = -1
             for before in self.graph.predecessors(i):
                 compute, copy = max(compute, clocks[before][0]), max(copy, clocks[before][1])
@@ -152,7 +149,6 @@ def _unroll(cycle: Cycle, turn: int, steps: int) -> Iterator[Op]:
     for step in range(steps):
         for number, program in enumerate(cycle.calls):
             for op in ops_of_call(program, found, turn, step):
-                pace()
                 yield replace(op, call=number) if number else op
 
 

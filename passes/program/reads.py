@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from chunkflow_compile.passes.ops import Prefetch, prefetch_of
-from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
 
 from .cycle import Border, Cycle, border
@@ -87,7 +86,6 @@ def _check_ring(call: int, reads: Sequence[Prefetch], sizes: Sequence[int], capa
     """Reads into a ring of ``capacity`` bytes, each of so many bytes, after a start at a call."""
     ring, slots = Ring(capacity), list[RingSlot]()
     for number, (op, nbytes) in enumerate(zip(reads, sizes, strict=True)):
-        pace()
         slots.append(slot := ring.slot(nbytes))
         if slot.begin < 0 or slot.end > capacity or slot.end - slot.begin < room(nbytes) or slot.begin % BLOCK:
             yield f"{op.weight}: {_read_text(op)} goes to bytes {slot.begin} to {slot.end} of a ring of {capacity}"

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import FindingError
-from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
 from .arrivals import Arrivals
@@ -116,7 +115,6 @@ def check(program: Program | Cycle, order: HappensBefore | None = None) -> Itera
     keys: dict[GraphModule, str] = {}
     memories = list[Memory]()
     for call in cycle.calls:
-        pace()
         misplaced = list(check_operands(call))
         yield from misplaced
         yield from check_order(call)
@@ -136,7 +134,6 @@ def check_turns(order: HappensBefore) -> Iterator[str]:
     """The violations in the slots of unrolled programs, as sentences."""
     lives = _lives(order)
     for life in lives.values():
-        pace()
         yield from _check_life(order, life)
     yield from _check_overlaps(order, lives)
 
@@ -305,7 +302,6 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):
         for weight in program.plan.streamed:
-            pace()
             for chunk in range(len(weight.windows)):
                 begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
                 if begin >= end:  # a chunk that the weight does not have: _check_slots tells of it
@@ -315,7 +311,6 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     present: list[_Stay] = []
     seen: set[tuple[int, int]] = set()
     for byte, enters, stay in sorted(edges):
-        pace()
         at = bisect_left(present, stay)
         if enters:
             insort(present, stay)

@@ -273,7 +273,6 @@ def test_memory_does_not_grow(swaps: int, pair: Pair) -> None:
     pair.load(pair.library.adapter(0, 8), "a0")
     for step in range(4):  # the cycle of the blocks is learnt, and has run
         pair.check(step)
-        programs(pair.model)[0].cycles.wait_planned()
     counts = list[tuple[int, int, int]]()
     for number in range(1, swaps + 1):
         pair.load(pair.library.adapter(number, 8), f"a{number}")

@@ -41,11 +41,6 @@ def arena_of(*models: nn.Module) -> Arena:
     return arena
 
 
-def learn(*models: nn.Module) -> None:
-    """Wait for a cycle that is being planned."""
-    arena_of(*models).cycles.wait_planned()
-
-
 def primed(model: nn.Module) -> int:
     """Bytes that the newest call of each program has fetched before it began, all together."""
     return sum(p.measurements[-1].primed_bytes for p in programs(model))
@@ -63,12 +58,10 @@ def step_of(model: nn.Module, twin: nn.Module, family: str = "wan") -> Callable[
 
 def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps until a cycle runs, and checks that it runs warm."""
-    for i in range(2):
+    for i in range(steps):
         step(i)
-    learn(model)
-    step(2)  # from here on, in the cycle
-    for i in range(3, steps):
-        step(i)
+        if i < 3:  # the third is the first in the cycle
+            continue
         (route,) = cycles(model)
         last = route.measurements[-1]
         assert (last.moved_bytes, last.primed_bytes, route.jumps) == (route.cycle.plan.moved_bytes, 0, 0)
@@ -171,7 +164,6 @@ def test_models_in_one_arena_run_as_a_cycle() -> None:
     def generate() -> None:
         for model, twin in zip(models, plain, strict=False):
             check_steps(model, twin, 1)
-        arena.cycles.wait_planned()
 
     for _ in range(8):
         generate()
@@ -205,7 +197,6 @@ def test_blocks_between_other_models_in_one_arena() -> None:
     for _ in range(6):
         x = torch.randn(4, 8)
         assert torch.equal(generate(models, x), generate(plain, x))
-        arena.cycles.wait_planned()
     assert 3 in {len(route.cycle.calls) for route in cycles(models[1])}
     cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(models[1])) for i in (1, 2)]
     assert cold == [0, 0], "from its second step on, the transformer runs warm"
@@ -219,8 +210,6 @@ def test_weights_that_change_in_the_middle_of_a_cycle() -> None:
             for m in (model, twin):
                 m.blocks[i % 5].up.weight.mul_(1.5)
         check(model, twin, (2, 3, 4))
-        if i == 2:
-            learn(model)
     assert cycles(model)[0].cycle.calls
 
 
@@ -247,7 +236,6 @@ def test_weights_of_one_region_that_change_places() -> None:
             for m in (model, twin):
                 attention: Any = m.blocks[1].attn1  # type: ignore[union-attr, index]
                 attention.to_q, attention.to_k = attention.to_k, attention.to_q
-        learn(model)
     (route,) = cycles(model)
     assert route.cycle.calls and route.measurements[-1].primed_bytes == 0
 
@@ -265,17 +253,14 @@ def test_a_tied_weight_and_one_on_the_device() -> None:
     model, twin = placed(*twins(made))
     for _ in range(6):
         check(model, twin, range(5))
-        learn(model)
     assert primed(model) == 0 and cycles(model)
 
 
 @pytest.mark.parametrize("call", range(3))
 def test_an_error_between_two_calls_and_in_one(call: int) -> None:
     model, twin = taken(3)
-    for i in range(4):
+    for _ in range(4):
         check(model, twin, range(3))
-        if i == 1:
-            learn(model)
     device = arena_of(model).streams
     copy, failed = device.copy_bytes, []
 
@@ -298,7 +283,7 @@ def test_an_error_between_two_calls_and_in_one(call: int) -> None:
 
 
 def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
-    """Blocks compiled one by one on two ranks.  One of them learns its cycle; jumps of transfers are its own affair."""
+    """Blocks compiled one by one on two ranks."""
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     for m in (model, twin):
         enable_ulysses(m, 2)
@@ -307,14 +292,11 @@ def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
     step = step_of(model, twin)
     for i in range(6):
         step(i)
-        if i == 1 and rank:
-            learn(model)
     assert sum(m.collectives for p in programs(model) for m in p.measurements) > 0
-    if rank:
-        (route,) = cycles(model)
-        last = route.measurements[-1]
-        assert (last.moved_bytes, last.primed_bytes) == (route.cycle.plan.moved_bytes, 0)
-        assert route.cycle.problem.collectives and route.jumps == 0
+    (route,) = cycles(model)
+    last = route.measurements[-1]
+    assert (last.moved_bytes, last.primed_bytes) == (route.cycle.plan.moved_bytes, 0)
+    assert route.cycle.problem.collectives and route.jumps == 0
 
 
 @pytest.mark.parametrize("debug", [pytest.param((), marks=pytest.mark.long), ("threads", "poison")])
@@ -332,7 +314,6 @@ def test_two_threads_on_one_arena() -> None:
             m.blocks[1].up.weight.mul_(factor)
         for _ in range(3):
             check(model, twin, range(3))
-            arena.cycles.wait_planned()
         pairs.append((model, twin))
     wrong: list[str] = []
 
@@ -354,10 +335,8 @@ def test_two_threads_on_one_arena() -> None:
 
 def test_a_cycle_is_explained_call_by_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = taken(3, dump=str(tmp_path))
-    for i in range(6):
+    for _ in range(6):
         model(torch.randn(4, 32), [0, 1, 2])
-        if i == 1:
-            learn(model)
     explained = explain(model)
     (route,) = cycles(model)
     plan = route.cycle.plan
@@ -396,7 +375,6 @@ def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
     model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
     for i in range(3):
         model(**small_inputs("wan", size, i))
-        learn(model)
     (route,) = cycles(model)
     found = route.cycle.problem
     assert [r.block for r in planned.regions] == [r.block for r in found.regions]

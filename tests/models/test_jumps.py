@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_cycles import arena_of, check, learn, primed, taken
+from test_cycles import arena_of, check, primed, taken
 
 from chunkflow_compile import cycles, programs
 
@@ -26,8 +26,6 @@ def test_any_order_of_calls_is_right(record_property: Callable[[str, object], No
             if i > 2 and rng.random() < 0.5:
                 order = [*rng.sample(order, rng.randint(1, 5)), rng.randrange(5)]
             check(model, twin, order, rng.choice([2, 4]))
-            if rng.random() < 0.3:
-                learn(model)
         assert cycles(model)
         jumps += sum(route.jumps for route in cycles(model))
     assert jumps > 20
@@ -35,19 +33,17 @@ def test_any_order_of_calls_is_right(record_property: Callable[[str, object], No
 
 
 def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:
-    """A step cache that skips all blocks but the first, in turns with whole steps."""
+    """A step cache that skips all blocks but the first, now and then."""
     model, twin = taken()
-    for i in range(12):
-        order = list(range(5)) if i < 4 or i % 2 else [0]
+    for i in range(15):
+        order = [0] if i in (4, 6, 7, 9, 12, 13) else list(range(5))
         check(model, twin, order)
-        if i == 1:
-            learn(model)
-        if i > 4 and order == [0]:
+        if order == [0]:
             ran = [p for p in programs(model) if p.measurements]
             (first,) = [p for p in ran if "blocks.0.up.weight" in {b.name for b in p.buffers.values()}]
             cost = first.measurements[-1]
             assert cost.moved_bytes + cost.primed_bytes <= first.plan.moved_bytes + 2 * arena_of(model).nbytes
-    assert cycles(model)[0].jumps >= 4
+    assert sum(route.jumps for route in cycles(model)) >= 4
 
 
 def test_jumps_that_repeat_become_a_cycle() -> None:
@@ -55,7 +51,6 @@ def test_jumps_that_repeat_become_a_cycle() -> None:
     for _ in range(16):
         for order in (range(5), [0]):
             check(model, twin, order)
-        learn(model)
     assert len(cycles(model)[0].cycle.calls) == 6
     before = cycles(model)[0].jumps
     for order in (range(5), [0]) * 2:
@@ -69,7 +64,6 @@ def test_a_jump_looks_ahead_of_where_it_comes_from() -> None:
     model, twin = taken()
     for _ in range(8):
         check(model, twin, [0, 1, 0, 2, 3])
-        learn(model)
     (route,) = (route for route in cycles(model) if len(route.keys) == 5)
     assert route.jumps == 0
     for order, jumps in (([0, 0, 2, 3], 1), ([0, 1, 0], 1), ([0, 1, 0, 2, 3], 2)):
@@ -85,6 +79,5 @@ def test_two_sizes_in_turns_are_one_cycle() -> None:
             check(model, twin, range(5), rows)
             if i > 3:
                 assert primed(model) == 0
-        learn(model)
     (route,) = cycles(model)
     assert len(route.cycle.calls) == 5 and route.jumps == 0

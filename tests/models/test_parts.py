@@ -99,7 +99,6 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
             ran = sum(buffer.nbytes for p, _ in new for buffer in p.buffers.values())
             if step >= 12:  # the order has repeated
                 assert sum(m.moved_bytes + m.primed_bytes for _, m in new) <= ran + new[0][0].arena.nbytes
-            new[0][0].arena.cycles.wait_planned()
     moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
     eager = cache == "MagCache" and not by_kind  # diffusers keeps its hooks, and the blocks inside, out of compilation
     assert sum(moved) >= large_bytes(twin) or eager
@@ -130,7 +129,6 @@ def test_faster_cache_with_guidance(caplog: pytest.LogCaptureFixture) -> None:
             inputs = {**base, "hidden_states": base["hidden_states"] + 0.01 * step}
             outputs = [m(**inputs)[0] for m in (model, twin)]
             assert torch.equal(*outputs)
-            programs(model)[0].arena.cycles.wait_planned()
     (route, *_) = cycles(model)
     assert sum(m.moved_bytes for m in route.measurements) >= large_bytes(twin)
     assert not any("as a cycle" in r.message for r in caplog.records)

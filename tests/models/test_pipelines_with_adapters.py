@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import EAGER, FLUX, MIN_BYTES, Applied, bytes_moved, expected, flux_with_controlnet, held, learn, plain
+from pipelines import EAGER, FLUX, MIN_BYTES, Applied, bytes_moved, expected, flux_with_controlnet, held, plain
 from small_pipelines import small_pipeline
 from test_adapters import Library
 
@@ -125,7 +125,6 @@ class Controlled:
     def check(self, seed: int, **given: Any) -> None:
         given = {**CALL, **given}
         assert torch.equal(FLUX.generate(self.pipe, seed, **given), FLUX.generate(self.twin, seed, **given))
-        learn(self.budget)
 
     def primed(self) -> Iterator[int]:
         """Bytes that were fetched before a call began, of each phase."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import EAGER, WAN, bytes_moved, bytes_read, check_transfers, expected, is_plain, learn, same_weights
+from pipelines import EAGER, WAN, bytes_moved, bytes_read, check_transfers, expected, is_plain, same_weights
 from quantisers import quanto, torchao
 from small_pipelines import small_pipeline
 from torch import nn
@@ -89,7 +89,6 @@ def generate(pipe: Any, twin: Any) -> None:
     """Check generations of an applied pipeline against the plain one."""
     for seed in range(3):
         assert torch.equal(WAN.generate(pipe, seed), WAN.generate(twin, seed))
-        learn(budget_of(pipe))
 
 
 def assert_removed(pipe: Any, twin: Any) -> None:

@@ -114,7 +114,6 @@ def test_what_a_call_of_a_cycle_reads_is_copied_again_alone(no_grad: None) -> No
         check_steps(model, twin, 1)
         if (found := cycles(model)) and found[0].measurements:
             break
-        programs(model)[0].cycles.wait_planned()
     (bound,) = cycles(model)
     for name in ("blocks.3.up.weight", "blocks.0.down.weight", "blocks.5.up.weight"):
         values = twin.get_parameter(name) * 0.5

@@ -59,7 +59,6 @@ class Served:
                 inputs = {**self.inputs(size), "encoder_hidden_states": prompt}
                 expected = self.twin(**inputs)
                 self.worst = max(self.worst, float((self.model(**inputs) - expected).abs().max()))
-                programs(self.model)[0].arena.cycles.wait_planned()
 
     def answer(self) -> torch.Tensor:
         """What the transformer answers to inputs that are always the same."""

@@ -63,7 +63,6 @@ def requests(worker: Worker, sizes: tuple[int, ...] = (8, 12, 8), tolerance: flo
         with worker.request():
             for step, wanted in enumerate(expected):
                 pairs.append((call(model, worker.name, 10 * number + step, size), wanted))
-                programs(model)[0].arena.cycles.wait_planned()
     route = cycles(model)[0]
     plan = route.cycle.plan
     assert 0 < plan.device_bytes <= parse_bytes(MEMORY[worker.name], "memory")
@@ -146,7 +145,6 @@ def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
                 manager.set_active_adapter(request, 0.5)
             for step in range(4):
                 found, wanted = call(model, name, step), call(twin.transformer, name, step)
-                programs(model)[0].arena.cycles.wait_planned()
                 assert sum(program.measurements[-1].moved_bytes for program in programs(model)) > 0
                 assert torch.equal(found, wanted)
             assert not torch.equal(call(model, name, 0), plain)

@@ -132,8 +132,6 @@ def blocks(rank: int, file: str) -> None:
     run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     for turn in range(4):
         step(run, twin, turn)
-        if turn >= rank:
-            programs(model)[0].arena.cycles.wait_planned()  # the cycle is planned on a thread
     assert chunkflow_compile.cycles(model)
     until_together(model, run, twin)
     read = everywhere(read_so_far(model))

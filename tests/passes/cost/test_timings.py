@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 
 import pytest
@@ -32,6 +33,20 @@ def timings(compute: list[float], collectives: dict[int, float | None], rate: fl
         collective_s=tuple(collectives.get(k, 0.0) for k in range(COUNT)),
         copy_rate=rate,
     )
+
+
+def test_the_largest_times_of_ranks() -> None:
+    """Those of a rank with another shard count, those of another program do not, and what none has measured stays unknown."""
+    ours = timings([1.0, *[2.0] * (COUNT - 1)], {0: None, 1: 3.0, 2: None}, rate=5e9)
+    theirs = replace(timings([2.0, *[1.0] * (COUNT - 1)], {0: 4.0, 1: 1.0, 2: None}, rate=4e9), problem="another shard")
+    theirs = replace(theirs, copying=0.5, compute_slowdown=1.25, idle_s=(0.5,) * COUNT)
+    other = replace(ours, compute_s=(9.0,), collective_s=(9.0,))
+    found = ours.largest([Timings.of(json.loads(json.dumps(asdict(t)))) for t in (ours, theirs, other)])
+    found.check(PROBLEM)
+    assert found.compute_s == (2.0,) * COUNT and found.collective_s[:3] == (4.0, 3.0, None)
+    assert (found.copy_rate, found.drive_rate, found.copying) == (4e9, None, 0.5)
+    assert (found.compute_slowdown, found.idle_s) == (1.25, theirs.idle_s)
+    assert ours.largest([ours, other]) == ours
 
 
 @given(
