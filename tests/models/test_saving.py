@@ -122,7 +122,11 @@ def test_a_saved_region_and_plan_are_not_made_again(file: Path, tmp_path: Path) 
 def test_artifacts_of_torch_are_those_of_all_regions(tmp_path: Path) -> None:
     def in_a_process(number: int) -> Any:
         saved, again = tmp_path / str(number), tmp_path / str(number + 1)
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache_{number}"), "PYTHONPATH": str(HERE)}
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache_{number}"),
+            "PYTHONPATH": str(HERE),
+        }
         command = [sys.executable, "-c", RUN, str(saved), str(again)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return ast.literal_eval(done.stdout.splitlines()[-1])
