@@ -196,6 +196,10 @@ def _lora_layers(model: nn.Module) -> list[Any]:
     return [m for m in found if isinstance(m.base_layer, nn.Linear)]
 
 
+def _has_slots(layer: Any) -> bool:
+    return isinstance(layer, Slotted)
+
+
 def _adapters(layer: Any) -> list[str]:
     return sorted(layer._get_available_adapters())
 
@@ -246,7 +250,7 @@ def unload(model: Any) -> None:
     The others are ordinary again, as diffusers expects of one that it has widened for an adapter.
     """
     tuned: dict[int, Any] = {id(layer): layer for layer in tuned_layers(model)}
-    stay = {key: layer for key, layer in tuned.items() if isinstance(layer, Slotted) and not layer.late}
+    stay = {key: layer for key, layer in tuned.items() if _has_slots(layer) and not layer.late}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
             if id(layer) in tuned and id(layer) not in stay:
@@ -265,8 +269,9 @@ def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str
 
     ``adapter``: its state dict, in which ``prefix`` stands for the model.  The layers get slots again when it is loaded.
     """
-    for name, layer in [*model.named_modules()]:
-        if isinstance(layer, Slotted) and not _adapters(layer):
+    modules: list[tuple[str, Any]] = [*model.named_modules()]
+    for name, layer in modules:
+        if _has_slots(layer) and not _adapters(layer):
             a, b = (adapter.get(f"{prefix}.{name}.lora_{side}.weight") for side in "AB")
             sizes = ((a, 1, layer.in_features), (b, 0, layer.out_features))
             if any(weight is not None and weight.shape[dim] > size for weight, dim, size in sizes):

@@ -230,7 +230,7 @@ def test_applied_again_it_compiles_nothing(quiet: None) -> None:
         apply(pipe, memory=memory, **EAGER)
         assert torch.equal(FLUX.generate(pipe, seed), expected("flux", seed))
         phases = budget_of(pipe).phases
-        assert all(bytes_moved(phase) >= bytes_read(phase) > 0 for phase in phases if phase.name != "vae")
+        assert bytes_moved(budget_of(pipe).phase_of(pipe.transformer)) > 0
         arenas = [weakref.ref(phase.arena) for phase in phases]
         remove(pipe)
         del phases
