@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,12 +156,12 @@ def _forget(model: Any, names: Sequence[str]) -> None:
         del model.peft_config
 
 
-def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None) -> None:
+def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
     """Give a layer of PEFT its slots."""
     weights = [found.weight for found in layer.lora_A.values()]
     kind: Any = type(layer)
     layer.__class__ = made_of(kind)
-    layer.sizes, layer.own = sizes, False
+    layer.sizes, layer.own, layer.late = sizes, False, late
     rank = max([sizes.rank, *(w.shape[0] for w in weights)])
     dtype = dtype or weights[0].dtype
     if dtype.itemsize < 2:  # the base weight is stored in float8, and computes in another
@@ -177,7 +177,7 @@ def _unslot(layer: Any) -> None:
     layer.__class__ = plain(type(layer))
     for name in ("slots", "scale"):
         del layer._buffers[name]
-    for name in ("sizes", "own", "slot_rank", "_held", "_alive"):
+    for name in ("sizes", "own", "late", "slot_rank", "_held", "_alive"):
         layer.__dict__.pop(name, None)
     for name in _adapters(layer):
         layer._move_adapter_to_device_of_base_layer(name)
@@ -217,7 +217,7 @@ def _loaded(model: Any) -> None:
             "these: name them in targets to have them from the first."
         )
     for layer in fresh:
-        _slot(layer, sizes, None)
+        _slot(layer, sizes, None, late=True)
     for layer in model.modules():
         if isinstance(layer, Slotted):
             layer.stale()
@@ -249,19 +249,38 @@ def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unload(model: Any) -> None:
-    """As diffusers' ``unload_lora``, but layers with slots stay.  What is fused stays in the base weights."""
+    """As diffusers' ``unload_lora``, but layers that had slots from the first stay.  What is fused stays in the base weights.
+
+    The others are ordinary again, as diffusers expects of one that it has widened for an adapter.
+    """
     tuned: dict[int, Any] = {id(layer): layer for layer in tuned_layers(model)}
+    stay = {key: layer for key, layer in tuned.items() if _has_slots(layer) and not layer.late}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
-            if id(layer) in tuned and not _has_slots(layer):
+            if id(layer) in tuned and id(layer) not in stay:
                 setattr(parent, name, layer.base_layer)
-    for layer in (found for found in tuned.values() if _has_slots(found)):
+    for layer in stay.values():
         for name in _adapters(layer):
             _delete(layer, name)
         layer.merged_adapters.clear()
         layer.enable_adapters(True)
     _forget(model, [*getattr(model, "peft_config", {})])
     model._hf_peft_config_loaded = None
+
+
+def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
+    """Make layers without adapters ordinary that diffusers will widen for an adapter, as it does with ordinary ones only.
+
+    ``adapter``: its state dict, in which ``prefix`` stands for the model.  The layers get slots again when it is loaded.
+    """
+    modules: list[tuple[str, Any]] = [*model.named_modules()]
+    for name, layer in modules:
+        if _has_slots(layer) and not _adapters(layer):
+            a, b = (adapter.get(f"{prefix}.{name}.lora_{side}.weight") for side in "AB")
+            sizes = ((a, 1, layer.in_features), (b, 0, layer.out_features))
+            if any(weight is not None and weight.shape[dim] > size for weight, dim, size in sizes):
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, layer.base_layer)
 
 
 @functools.cache

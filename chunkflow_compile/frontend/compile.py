@@ -144,9 +144,8 @@ def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str
     for layer in layers.values():
         layer.forward = LayerForward(layer, options)
     for kind in kinds:
-        code = _code_of_kind()
         for module in kind.members.values():
-            _compile_module(module, options, dynamic, _with_hooks, code)
+            _compile_module(module, options, dynamic, _with_hooks)
     _show_first_call(model, placement, len(kinds) + len(layers))
 
 
@@ -210,9 +209,8 @@ def _compile_module(
     options: Mapping[str, Any],
     dynamic: bool | None,
     backend: str | Callable[..., Any] = "chunkflow",
-    code: CodeType | None = None,
 ) -> None:
-    """Compile a module in place, at its first call.  ``code``: of the calls of its kind, if it is one of torch's own."""
+    """Compile a module in place, at its first call."""
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
     more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}, "dynamic": dynamic}
@@ -224,7 +222,7 @@ def _compile_module(
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
-        called.__code__ = code or _code_of_kind()
+        called.__code__ = _code_of_calls(type(module).forward)
         module._compiled_call_impl = torch.compile(called, **more)
 
 
@@ -236,9 +234,10 @@ def _through(call: Callable[..., Any]) -> FunctionType:
     return called
 
 
-def _code_of_kind() -> CodeType:
-    """Code for the calls of one kind: Dynamo finds and counts compilations by code."""
-    return _through(_code_of_kind).__code__.replace()
+@functools.cache
+def _code_of_calls(forward: Callable[..., Any]) -> CodeType:
+    """Code for the calls of modules that have one ``forward``: Dynamo finds, counts and keeps compilations by code."""
+    return _through(forward).__code__.replace()
 
 
 def _warn_of_counters(kind: Kind) -> None:

@@ -46,6 +46,7 @@ class Slotted(nn.Module):
     ``slots``: A, [rank, in], and B, [out, rank], of each slot, one after the other in one flat tensor: one weight of a plan.
     ``scale``: of each slot, the bits of a float32, which no cast of the model changes.
     ``own``: whether it runs PEFT's own forward, because an active adapter is of a kind that slots cannot hold.
+    ``late``: whether it was an ordinary layer until an adapter was loaded.
     """
 
     chunkflow_filled = ("slots",)
@@ -56,6 +57,7 @@ class Slotted(nn.Module):
     scale: torch.Tensor
     base_layer: nn.Module
     own: bool
+    late: bool
     slot_rank: int
     _held: tuple[tuple[Any, ...], ...]
 

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._inductor.remote_cache import RemoteCacheJsonSerde
+from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch.compiler._cache import CacheArtifactManager
 from torch.fx import GraphModule
 
 from .warm_up import vector_instructions
@@ -24,9 +28,24 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Lowere
     # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes
     # memory of a slot for a buffer of its own.
     with _keyed_by_instructions(inputs):
-        return torch._inductor.standalone_compile(
+        region = torch._inductor.standalone_compile(
             module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": {**_TUNING, **inductor}}
         )
+    _record(region)
+    return region
+
+
+def _record(region: CompiledArtifact) -> None:
+    """Let ``torch.compiler.save_cache_artifacts`` save a region, too: standalone_compile records it for the region only."""
+    if region._artifacts is None:  # it cannot be pickled, which Inductor has logged
+        return
+    recorded = CacheArtifactManager.deserialize(region._artifacts[0]) or {}
+    for kind, artifacts in recorded.items():
+        for artifact in artifacts:
+            content: Any = artifact.content
+            if kind == AutotuneCacheArtifact.type():  # recorded as a value, and encoded then
+                content = RemoteCacheJsonSerde().decode(content)
+            CacheArtifactManager.record_artifact(kind, artifact.key, content)
 
 
 @contextlib.contextmanager

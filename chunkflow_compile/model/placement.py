@@ -46,8 +46,8 @@ class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
     ``min_bytes``: smaller weights stay on the device.
-    ``progress``: of the compilation of its parts, if it is shown.  ``goal``: what replan has set, as fields of the settings,
-    also for sizes that come later.
+    ``progress``: of the compilation of its parts, if it is shown.  ``goal``: what its owner or replan has set, as fields of
+    the settings, also for sizes that come later.  ``owned_arena``: the one that its owner has for its programs, if any.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
@@ -59,6 +59,7 @@ class Placement:
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
+        self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
@@ -78,7 +79,7 @@ class Placement:
 
     def arena(self, kind: DeviceKind) -> Arena:
         """The arena that the model's programs on one kind of device share."""
-        return self._arenas.setdefault(kind, Arena(self.store.device))
+        return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, session: Session) -> None:
         """Make a session end with this placement.

@@ -282,13 +282,14 @@ def _compile_phase(
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
     placement.owner = functools.partial(_owner, phase.name, weakref.ref(budget))
-    given = {**options, "arena": phase.arena}
+    # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
+    placement.owned_arena = phase.arena
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
         if repeated_blocks(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
             # Its levels have different sizes, which Dynamo would make symbols; Inductor fails on some (HunyuanVideo).
-            compile_by_kind(decoder, placement, given, bool(dynamic))
+            compile_by_kind(decoder, placement, options, bool(dynamic))
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
         return
     if (reason := why_eager(model)) is not None:
@@ -297,8 +298,8 @@ def _compile_phase(
         budget.add(phase, ())
         return
     if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
-        given["memory"] = max(0, budget.usable - kept_by(budget.phases))
-    compile_by_kind(model, placement, given, dynamic)
+        placement.goal = {"memory": max(0, budget.usable - kept_by(budget.phases))}
+    compile_by_kind(model, placement, options, dynamic)
     budget.add(phase, ())
 
 

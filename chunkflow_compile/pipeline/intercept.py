@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.frontend.adapters import disable_adapters, is_enabled, unload
+from chunkflow_compile.frontend.adapters import disable_adapters, is_enabled, let_widen, unload
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.model.offload import bring_back
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -18,6 +18,7 @@ from chunkflow_compile.pipeline.phase import Phase
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
 _MADE_OF = "_chunkflow_plain"
+_WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
@@ -51,6 +52,7 @@ def in_turns(cls: type) -> type:
     body = {
         "__call__": __call__,
         **({"unload_lora_weights": _unloading(cls)} if hasattr(cls, "unload_lora_weights") else {}),
+        **({_WIDEN: _widening(cls)} if hasattr(cls, _WIDEN) else {}),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -67,15 +69,28 @@ def _unloading(cls: Any) -> Callable[..., Any]:
         named = self._lora_loadable_modules
         models = {name: getattr(self, name, None) for name in named}
         enabled = {name: m for name, m in models.items() if isinstance(m, nn.Module) and is_enabled(m)}
+        for model in enabled.values():
+            unload(model)  # before, because it may reset layers, which must be ordinary ones
         self.__dict__["_lora_loadable_modules"] = [name for name in named if name not in enabled]
         try:
             return cls.unload_lora_weights(self, *args, **kwargs)
         finally:
             del self.__dict__["_lora_loadable_modules"]
-            for model in enabled.values():
-                unload(model)
 
     return unload_lora_weights
+
+
+def _widening(cls: Any) -> Any:
+    """A pipeline's way to widen the layers of a model that a control LoRA gives more inputs."""
+    widen = getattr(cls, _WIDEN)
+
+    @functools.wraps(widen)
+    def widens(_: Any, transformer: Any, lora_state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if lora_state_dict and is_enabled(transformer):
+            let_widen(transformer, lora_state_dict, cls.transformer_name)
+        return widen(transformer, lora_state_dict, *args, **kwargs)
+
+    return classmethod(widens)
 
 
 def without_turns(cls: type) -> type:

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 from helpers import graphs
-from pipelines import EAGER, FLUX, held, is_plain
+from pipelines import EAGER, FLUX, held, is_plain, same_weights
 from small_pipelines import small_pipeline
 from test_adapters import Library, State
 
-from chunkflow_compile import ChunkflowError, apply, enable_adapters, remove, use_adapters
+from chunkflow_compile import ChunkflowError, apply, enable_adapters, programs, remove, use_adapters
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.pipeline.budget import budget_of
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_grad", "quiet")
+OF_IMAGE_ADAPTERS = ("image_encoder", "feature_extractor")
 STEPS = {"num_inference_steps": 2}
 
 
@@ -72,6 +73,48 @@ def test_an_applied_pipeline() -> None:
     assert torch.equal(generate(pipe, 2), generate(twin, 2))
     pipe.unload_lora_weights()
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
+
+
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_control_lora(named: bool) -> None:
+    """diffusers widens the first layer for it, and resets it: with slots from the first, and without."""
+    from diffusers import FluxControlPipeline
+    from PIL import Image
+
+    both = pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+    library, image = Library(twin.transformer), Image.new("RGB", (32, 32), (1, 200, 30))
+    parts = [{n: part for n, part in p.components.items() if n not in OF_IMAGE_ADAPTERS} for p in both]
+    control, other = (FluxControlPipeline(**part) for part in parts)
+    targets = ["to_q", "to_k", "to_v", "to_out.0", *(["x_embedder"] if named else [])]
+    apply(pipe, memory="2MiB", adapters={"rank": 8, "slots": 2, "targets": targets}, **EAGER)
+    apply(control)
+    for p in both:
+        load(p, library.adapter(0, 4), "style")
+    check(pipe, twin, 0)
+    for number, reset in enumerate((False, True, True), 1):
+        state = library.adapter(number, 4)
+        for side, shape in (("A", (4, 32)), ("B", (64, 4))):
+            state[f"transformer.x_embedder.lora_{side}.weight"] = 0.3 * torch.randn(shape)
+        for p in (control, other):
+            load(p, state, "control")
+            if number == 1:
+                p.set_adapters(["style", "control"], [0.5, 1.0])
+        assert torch.allclose(
+            generate(control, number, control_image=image),
+            generate(other, number, control_image=image),
+            atol=1e-5,
+            rtol=0,
+        )
+        for p in (control, other):
+            p.unload_lora_weights(reset_to_overwritten_params=reset)
+        if reset:
+            check(pipe, twin, number)
+    assert pipe.transformer.config.in_channels == twin.transformer.config.in_channels == 16
+    assert sum(p.measurements[-1].moved_bytes for p in programs(pipe.transformer)) > 0
+    for p in (control, pipe):
+        remove(p)
+    assert is_plain(pipe) and same_weights(pipe, twin)
+    assert torch.equal(generate(pipe, 4), generate(twin, 4))
 
 
 def check_threads(pipe: Any, twin: Any) -> None:

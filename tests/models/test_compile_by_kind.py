@@ -193,7 +193,12 @@ def test_blocks_of_lists_in_a_list(whole: bool) -> None:
         chunkflow_compile.compile(model, **options)
     check_steps(model, twin, 3, (4, 32))
     found = programs(model)
-    assert graphs() == (1 if whole else 2), "one of each kind, also of torch's own modules"
+    compiled = graphs()
+    assert compiled == (1 if whole else 2), "one of each kind, also of torch's own modules"
     assert all(p.measurements[-1].moved_bytes > 0 for p in found)
     blocks = {region.block for region in found[0].program.problem.regions}
     assert not whole or blocks == {f"layers.{n}.{m}" for n in range(3) for m in (0, 1)}
+    if not whole:
+        chunkflow_compile.compile(again := twins(Pairs)[0], **options)
+        check_steps(again, twin, 2, (4, 32))
+        assert graphs() == compiled, "another model of the class runs what was compiled"

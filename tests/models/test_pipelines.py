@@ -7,12 +7,15 @@ import gc
 import os
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import WITHIN
+from helpers import graphs
 from pipelines import (
     EAGER,
     FLUX,
@@ -219,3 +222,23 @@ def check_calls_that_wait(pipe: Any, budget: Budget) -> None:
         thread.join()
     assert all(torch.equal(got[seed], expected("wan", seed)) for seed in range(4))
     assert is_plain(remove(other)) and same_weights(other, plain("wan"))
+
+
+def test_applied_again_it_compiles_nothing(quiet: None) -> None:
+    """Also with another budget; and what ``remove`` has undone is freed, though Dynamo keeps what it has compiled."""
+    pipe, kept, compiled = small_pipeline("flux"), list[Counter[str]](), 0
+    for seed, memory in enumerate(("1MiB", "1MiB", "1MiB", "2MiB")):
+        apply(pipe, memory=memory, **EAGER)
+        assert torch.equal(FLUX.generate(pipe, seed), expected("flux", seed))
+        phases = budget_of(pipe).phases
+        assert bytes_moved(budget_of(pipe).phase_of(pipe.transformer)) > 0
+        arenas = [weakref.ref(phase.arena) for phase in phases]
+        remove(pipe)
+        del phases
+        gc.collect()
+        assert not any(arena() for arena in arenas)
+        kept.append(Counter(type(o).__name__ for o in gc.get_objects()))
+        compiled = compiled or graphs()
+        assert graphs() == compiled > 0
+    for name in ("HostWeight", "HostBuffer", "HostStore", "Placement", "Session", "Code", "ShapeEnv", "FakeTensor"):
+        assert kept[2][name] == kept[1][name], name

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
 import random
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import HERE, OPTIONS
 from helpers import Stack, cut_of, twins
 from torch import nn
 from torch._dynamo.utils import counters
@@ -33,6 +36,41 @@ from chunkflow_compile.passes import pipeline
 from chunkflow_compile.passes.pipeline import Settings, make_plan
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+
+# Models compiled lazily, whole (whose regions are those of the first) and by kind, at two sizes, and one by torch itself.
+RUN = """
+import sys
+from pathlib import Path
+import torch
+import chunkflow_compile
+from conftest import OPTIONS
+from helpers import Stack, twins
+from torch._dynamo.utils import counters
+
+saved, again = map(Path, sys.argv[1:])
+if saved.exists():
+    assert torch.compiler.load_cache_artifacts(saved.read_bytes()) is not None
+with torch.no_grad():
+    for how in ("lazy", "whole", "kind", "plain"):
+        model, twin = twins(lambda: Stack(2, width=48 if how == "kind" else 32))
+        if how == "whole":
+            chunkflow_compile.offload(model, min_bytes=OPTIONS["min_bytes"])
+        if how == "kind":
+            chunkflow_compile.compile(model, **OPTIONS, dynamic=False)
+        elif how == "plain":
+            model.compile(fullgraph=True)
+        else:
+            model.compile(backend="chunkflow", fullgraph=True, options=OPTIONS)
+        for rows in (4, 6) if how == "kind" else (4,):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(model(x), twin(x))
+        moved = [p.measurements[-1].moved_bytes for p in chunkflow_compile.programs(model)]
+        assert how == "plain" or sum(moved) > 0
+blob, info = torch.compiler.save_cache_artifacts()
+again.write_bytes(blob)
+kept = {kind: sorted(keys) for kind, keys in info.artifacts.items()}
+print((kept, {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")}))
+"""
 
 
 def run(model: nn.Module, by_kind: bool = False, **options: Any) -> tuple[int, int]:
@@ -79,6 +117,26 @@ def test_a_saved_region_and_plan_are_not_made_again(file: Path, tmp_path: Path) 
         assert run(Stack(layers=5)) == (3, 0), "another model, another count of blocks: the names of their ops differ"
         hits, _ = run(Stack(layers=3), by_kind=True)
         assert hits > 0
+
+
+def test_artifacts_of_torch_are_those_of_all_regions(tmp_path: Path) -> None:
+    def in_a_process(number: int) -> Any:
+        saved, again = tmp_path / str(number), tmp_path / str(number + 1)
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache_{number}"),
+            "PYTHONPATH": str(HERE),
+        }
+        command = [sys.executable, "-c", RUN, str(saved), str(again)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return ast.literal_eval(done.stdout.splitlines()[-1])
+
+    kept, counts = in_a_process(0)
+    regions = len(kept["aot_autograd"])
+    assert regions > 4 and len(kept["inductor"]) == regions == counts["miss"] and not counts["bypass"]
+    again, counts = in_a_process(1)
+    assert counts["hit"] >= regions and not counts["miss"] and not counts["bypass"]
+    assert again == kept, "a process that compiled nothing saves the same"
 
 
 def test_regions_of_open_sizes_are_found_by_other_sizes(tmp_path: Path) -> None:
