@@ -186,7 +186,9 @@ class _Conversions(TorchDispatchMode):
         if dtype != weight.dtype:
             weight.buffer.copied(weight.numel() * dtype.itemsize)
         host = weight.checked().to(dtype, memory_format=memory_format)
-        copied: HostWeight = HostWeight(host, target, weight.buffer if host is weight.host else None, weight.buffer.name)
+        copied: HostWeight = HostWeight(
+            host, target, weight.buffer if host is weight.host else None, weight.buffer.name
+        )
         self._copies.append(copied)
         return copied
 
