@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -33,6 +34,17 @@ from chunkflow_compile.units import parse_bytes, whole_number
 DEBUG = ("poison", "threads")
 # Field -> name of the option, if that is a keyword of Python.
 ALIASES = {"yields": "yield"}
+
+# Settings of torch under which weights do not reach the backend as inputs of its graph, each by itself -> why.
+_REFUSED: Mapping[tuple[str, str], str] = {
+    ("torch._dynamo.config", "install_free_tensors"): "makes weights attributes of the graph, where they cannot be streamed",
+    ("torch._dynamo.config", "use_graph_deduplication"): (
+        "makes equal parts of the graph calls of one function, in which blocks cannot be told apart; ChunkFlow compiles "
+        "equal regions once in any case"
+    ),
+    ("torch._dynamo.config", "verify_correctness"): "runs the graph on copies of the weights, which are in no host store",
+    ("torch._functorch.config", "selective_decompose"): "removes what says which input of the graph is which weight",
+}
 
 _Parsed = TypeVar("_Parsed")
 
@@ -239,11 +251,13 @@ def _read_file(path: str | Path, what: str, parse: Callable[[str], _Parsed]) -> 
 def parse_options(
     options: Mapping[str, Any] | None, mode: str | None = None, caller: Callable[..., Any] | None = None
 ) -> Options:
-    """Check the options of the backend.  Raises ChunkflowError that names an unknown key and the nearest known one.
+    """Check the options of the backend.  Raises ChunkflowError that names an unknown key and the nearest known one, and for
+    a setting of torch that is refused.
 
     ``mode``: torch.compile's; its Inductor configuration is applied to every region.  ``caller``: the function that takes the
     options as ``**options``; what is meant may be an argument of its own.
     """
+    _check_torch()
     given = dict(options or {})
     own = () if caller is None else inspect.signature(caller).parameters.values()
     known = [p.name for p in own if p.default is not p.empty]
@@ -261,6 +275,12 @@ def parse_options(
         if name in given:
             given[field_name] = given.pop(name)
     return Options(**given, inductor=inductor)
+
+
+def _check_torch() -> None:
+    for (module, name), why in _REFUSED.items():
+        if getattr(import_module(module), name, False):  # some releases do not have it
+            raise ChunkflowError(f"{module}.{name} {why}: set it to False, its default.")
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import torch
 from conftest import OPTIONS
 from helpers import Stack, twins
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from chunkflow_compile import (
@@ -50,6 +52,31 @@ def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True,
 def frozen(model: nn.Module) -> None:
     with torch._inductor.config.patch(freezing=True):
         run(model)
+
+
+def placed(model: nn.Module) -> None:
+    try:
+        run(offload(model, min_bytes=4096))
+    finally:
+        restore(model)
+
+
+def under(config: Any, name: str, way: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A way of compiling under a setting of torch."""
+
+    def call(model: Any) -> Any:
+        with config.patch({name: True}):
+            return way(model)
+
+    return call
+
+
+SETTINGS: list[tuple[Any, str, str]] = [
+    (torch._dynamo.config, "install_free_tensors", "makes weights attributes of the graph"),
+    (torch._dynamo.config, "use_graph_deduplication", "calls of one function.*compiles equal regions once in any case"),
+    (torch._dynamo.config, "verify_correctness", "runs the graph on copies of the weights"),
+    (torch._functorch.config, "selective_decompose", "which input of the graph is which weight"),
+]
 
 
 def placed_inputs(model: nn.Module) -> None:
@@ -142,6 +169,12 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (compiled_before(lambda model: model.blocks[0]), r"A part of this model is compiled already"),
     (twice(compile, lowering="eager"), r"compiled already: call the model as it is"),
     (lambda model: twice(compile, dtype=torch.bfloat16)(offload(model, min_bytes=64)), r"placed already, so dtype"),
+    *(
+        (under(config, name, way), rf"torch\.\w+\.config\.{name} .*{why}.*set it to False")
+        for config, name, why in SETTINGS
+        for way in (run, placed, compile)
+        if hasattr(config, name)
+    ),
 ]
 
 OF_A_MODEL = (offload, restore, programs, cycles, replan, lambda model: save(model, "x"))
@@ -157,6 +190,18 @@ def test_what_is_refused_leaves_the_model_as_it_was(call: Callable[[Any], Any], 
         type(p) is type(q) and torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
     )
     assert not programs(model) and torch.equal(model(x), twin(x))
+
+
+def test_weights_that_are_attributes_of_the_graph(no_grad: None) -> None:
+    """Whatever made them that; the error is the one that Dynamo raises for all backends, and ours too."""
+    model, x = stack(), torch.randn(4, 8)
+
+    def traced(_: Any, inputs: Any) -> Any:
+        return lookup_backend("chunkflow")(torch.fx.symbolic_trace(model), inputs, options=OPTIONS)
+
+    with pytest.raises(BackendCompilerFailed, match=r"32,768 bytes of parameters are attributes of the graph") as raised:
+        torch.compile(model.forward, backend=traced, fullgraph=True)(x)
+    assert isinstance(raised.value, ChunkflowError) and not programs(model)
 
 
 def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:

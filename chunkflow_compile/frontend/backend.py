@@ -7,6 +7,7 @@ succeeded.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import dynamo_timed
 from torch.fx import GraphModule
 
@@ -30,6 +32,7 @@ from chunkflow_compile.frontend.frame import (
     note_estimates,
     note_graph_break,
     note_ops_of_others,
+    refuse_attributes,
     refuse_decisions_of_a_rank,
     refuse_gradient_buckets,
     refuse_gradients,
@@ -79,6 +82,10 @@ from chunkflow_compile.weights.streamable import refuse_fully_sharded
 _log = logging.getLogger(__name__)
 
 
+class CompilationError(ChunkflowError, BackendCompilerFailed):
+    """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend."""
+
+
 def chunkflow(
     graph: GraphModule,
     example_inputs: Sequence[Any],
@@ -89,16 +96,26 @@ def chunkflow(
     """Compile a Dynamo graph; called by torch.compile.
 
     A frame without weights is lowered as it is.
-    Raises ChunkflowError, which Dynamo wraps, before any weight moves: for unknown options, gradients, Inductor
-    freezing, inputs on another device than the weights, weights that accelerate keeps, a graph that torch has split into
-    the buckets of DistributedDataParallel, or a memory budget below the least possible.
+    Raises ChunkflowError before any weight moves: for unknown options, settings of torch that are refused, gradients,
+    inputs on another device than the weights, weights that accelerate keeps or that are attributes of the graph, a graph
+    that torch has split into the buckets of DistributedDataParallel, or a memory budget below the least possible.
     """
+    try:
+        return _lowered(graph, example_inputs, options, mode)
+    except ChunkflowError as error:
+        raise CompilationError(chunkflow, error, inspect.currentframe()) from error
+
+
+def _lowered(
+    graph: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
+) -> Any:
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
     check_compile_cache(needed=chosen.lowering != "eager")
     refuse_gradient_buckets(graph)
+    refuse_attributes(graph, chosen.min_bytes)
     note_graph_break(graph)
-    index, placed = index_of(*weights_and_modules(graph, example_inputs, chosen.min_bytes))
+    index, placed = index_of(*weights_and_modules(graph, example_inputs, chosen.min_bytes), chosen.min_bytes)
     found = weights_among(example_inputs, index)
     if not found:
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
@@ -126,7 +143,8 @@ def compile_layer(
     list, to the outputs.  Raises as :func:`chunkflow`.
     """
     chosen = replace(parse_options(options), lowering="eager")
-    index, placed = index_of([t for t in inputs if isinstance(t, (nn.Parameter, HostWeight))], [layer])
+    weights = [t for t in inputs if isinstance(t, (nn.Parameter, HostWeight))]
+    index, placed = index_of(weights, [layer], chosen.min_bytes)
     return _compiled(graph, inputs, chosen, index, placed, lambda aten, given, compiler: compiler(aten, given))[0]
 
 

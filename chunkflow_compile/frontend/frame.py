@@ -237,6 +237,16 @@ def refuse_gradient_buckets(graph: GraphModule) -> None:
         )
 
 
+def refuse_attributes(graph: GraphModule, min_bytes: int) -> None:
+    """Raise ChunkflowError for large weights that are attributes of a Dynamo graph, and so no inputs."""
+    if nbytes := _large_bytes(graph.parameters(), min_bytes):
+        raise ChunkflowError(
+            f"{nbytes:,} bytes of parameters are attributes of the graph that the backend gets, so they cannot be streamed: "
+            "compile the model itself with torch.compile, and set what you have changed in torch._dynamo.config back to its "
+            "default."
+        )
+
+
 def refuse_gradients(inputs: Sequence[Any]) -> None:
     if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
         raise ChunkflowError(

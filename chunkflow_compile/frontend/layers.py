@@ -113,6 +113,8 @@ class LayerForward(Replacement):
             return self.eager(*args, **kwargs)
         layer: Any = self._layer()
         weights = {name: p for name, p in layer._parameters.items() if p is not None}
+        if not all(isinstance(p, (nn.Parameter, HostWeight)) for p in weights.values()):
+            return self.eager(*args, **kwargs)  # torch.func.functional_call has put other tensors in their place
         key = _key(layer, [*weights.values(), *inputs], kwargs)
         runners = self._runners
         if key not in runners:

@@ -21,10 +21,12 @@ from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex
 
 
-def index_of(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[ModelIndex, int | None]:
+def index_of(
+    weights: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
+) -> tuple[ModelIndex, int | None]:
     """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not.
 
-    ``near``: modules that Dynamo read inputs from.
+    ``near``: modules that Dynamo read inputs from.  ``min_bytes``: of a model that was not placed.
     """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
@@ -36,7 +38,7 @@ def index_of(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tupl
     if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
         names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
-    index = ModelIndex.around(parameters, near)
+    index = ModelIndex.around(parameters, near, min_bytes if least is None else least)
     return index, least if any(p.root is index.root for p in placements) else None
 
 
@@ -65,7 +67,7 @@ def start_session(
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
         if not around or _missing(parameters, wanted):
-            index = _around(list(parameters.values()), seen())
+            index = _around(list(parameters.values()), seen(), min_bytes)
             names.update(index.names)
             if index.root is not None:
                 around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
@@ -107,7 +109,7 @@ def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> ModelIndex:
+def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None, min_bytes: int) -> ModelIndex:
     if seen is not None and (index := ModelIndex.of(seen)).covers(parameters):
         return index
-    return ModelIndex.around(parameters)
+    return ModelIndex.around(parameters, min_bytes=min_bytes)

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
@@ -31,7 +33,7 @@ _LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "Composi
 torch.library.register_fake(
     "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
 )
-# In graphs of other backends, and while Dynamo traces: copies the host memory to the device.
+# In graphs of other backends: copies the host memory to the device.
 FETCH = torch.ops.chunkflow.fetch.default
 
 _aten = torch.ops.aten
@@ -122,7 +124,11 @@ class HostWeight(torch.Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], device: torch.device, size: Sequence[int], stride: Sequence[int]
     ) -> Any:
-        return HostWeight(inner["host"], device)
+        host = inner["host"]
+        if isinstance(host, FakeTensor) and _is_for_us():
+            with host.fake_mode:
+                return torch.empty_strided(size, stride, dtype=host.dtype, device=device)
+        return HostWeight(host, device)
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this as a frame of its own where a model runs in parts
@@ -297,6 +303,19 @@ class HostWeight(torch.Tensor):
     @property
     def __cuda_array_interface__(self) -> NoReturn:
         raise AttributeError(_refusal(self, "__cuda_array_interface__"))  # hasattr is False
+
+
+def _is_for_us() -> bool:
+    """Whether Dynamo traces for ChunkFlow in this thread.
+
+    A program gets each weight on the device, so its trace has an ordinary tensor there, which all of torch's ops take: loops
+    (``while_loop``) and ``flex_attention`` take no tensor subclass.
+    """
+    try:
+        backend = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # Dynamo is not at work in this thread
+        return False
+    return getattr(backend, "__name__", "") == "chunkflow"
 
 
 _INNER = ["host"]

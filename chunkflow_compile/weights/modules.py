@@ -52,13 +52,16 @@ class ModelIndex:
         return ModelIndex(root, names, dict(_blocks(root, "")), shared, alone, filled)
 
     @staticmethod
-    def around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = ()) -> ModelIndex:
-        """The index of the module that holds all of ``parameters`` that any module holds.
+    def around(
+        parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0
+    ) -> ModelIndex:
+        """The index of the module that holds all of ``parameters`` that any module holds; if none does, of the one that
+        holds those of at least ``min_bytes``.
 
         ``near``: modules that are known to be around some of them.
-        Raises ChunkflowError if modules hold them, but no single one holds all.
+        Raises ChunkflowError if modules hold them, but no single one holds all of that size.
         """
-        root, alone = _holder(parameters, near) if parameters else (None, False)
+        root, alone = _holder(parameters, near, min_bytes) if parameters else (None, False)
         return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, alone)
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -176,7 +179,9 @@ def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
     return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
 
 
-def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[nn.Module | None, bool]:
+def _holder(
+    parameters: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
+) -> tuple[nn.Module | None, bool]:
     """The module around ``parameters``, and whether one around it may be hidden."""
     asked = {id(p) for p in parameters}
     tracked = _modules_among(gc.get_objects())
@@ -201,10 +206,14 @@ def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tu
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
+    if not around:  # layers outside the model, such as those of an adapter
+        wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
+        around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:
         raise ChunkflowError(
             "The graph's parameters belong to several models, so they have no common names: call "
-            "chunkflow_compile.offload on each of them before compiling."
+            "chunkflow_compile.offload on each of them before compiling. Layers outside a model may be in one "
+            "torch.nn.ModuleList; those whose weights are all smaller than min_bytes need no call."
         )
     if not around:
         return None, hidden

@@ -1,0 +1,195 @@
+"""What users of torch write around and inside a model that streams: loops, other weights for a call, layers outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Block, Stack, twins
+from torch import nn
+from torch._higher_order_ops.map import map as map_over
+from torch._higher_order_ops.scan import scan
+from torch.func import functional_call
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import gelu, linear
+
+import chunkflow_compile
+from chunkflow_compile import offload, programs
+from chunkflow_compile.weights.host_weight import HostWeight
+
+EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
+WAYS = ("lazy", "whole", "by kind")
+LENGTH = 32
+
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:.*runs outside its compiled form"),
+]
+
+
+def placed(model: Any, way: str, **options: Any) -> Any:
+    """Compiled as it is, after offload, or by kind."""
+    given = {**EAGER, **options}
+    if way == "by kind":
+        return chunkflow_compile.compile(model, **given)
+    if way == "whole":
+        offload(model, min_bytes=given["min_bytes"])
+    model.compile(backend="chunkflow", fullgraph=True, options=given)
+    return model
+
+
+def check_moved(model: nn.Module) -> None:
+    """What was planned was moved, and that is not nothing."""
+    assert sum(p.plan.moved_bytes for p in programs(model)) > 0
+    assert all(p.measurements[0].moved_bytes == p.plan.moved_bytes for p in programs(model))
+
+
+class Looped(Block):
+    """Its weights are read in the body of a loop, and one in the condition too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up.weight
+
+        def again(i: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return i + 1, y + 0.1 * self.down(gelu(linear(y, up)))
+
+        start = torch.zeros((), dtype=torch.int64), x
+        return torch.while_loop(lambda i, y: (i < 3) & (up[0, 0] < 100), again, start)[1]
+
+
+class Mapped(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + map_over(lambda row: self.down(gelu(self.up(row))), x)
+
+
+class Scanned(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def step(carried: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            carried = carried + 0.1 * self.down(gelu(self.up(row)))
+            return carried, carried.clone()
+
+        return x + scan(step, torch.zeros_like(x[0]), x)[1]
+
+
+class Branched(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.down(gelu(self.up(y))), lambda y: y - self.down(self.up(y)), (x,))
+
+
+class Attends(nn.Module):
+    """flex_attention with a learnt bias, and with a mask that is a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.randn(2, LENGTH, LENGTH))
+        self.register_buffer("kept", torch.rand(4, LENGTH, LENGTH) > 0.3)
+        self.kept |= torch.eye(LENGTH, dtype=torch.bool)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        bias, kept = self.bias, self.kept
+        mask = create_block_mask(lambda b, h, i, j: kept[h, i, j], 1, 2, LENGTH, LENGTH, device=x.device)
+        y = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + bias[h, i, j], block_mask=mask)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Blocks(Stack):
+    """Two of each class."""
+
+    def __init__(self, *classes: Callable[[int], nn.Module]) -> None:
+        super().__init__(0)
+        self.blocks.extend(cls(32) for cls in classes for _ in range(2))
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("classes", [(Looped, Mapped, Scanned, Branched), (Attends,)], ids=["loops", "flex_attention"])
+def test_weights_that_functions_of_torch_capture(classes: Any, way: str) -> None:
+    model, twin = twins(partial(Blocks, *classes))
+    placed(model, way)
+    for _ in range(2):
+        x = torch.randn(2, LENGTH, 8)
+        torch.testing.assert_close(model(x), twin(x))
+    check_moved(model)
+
+
+def values(kind: Callable[[torch.Tensor], torch.Tensor], part: str, seed: int) -> dict[str, torch.Tensor]:
+    """Other values for the weights of a Stack whose names have ``part`` in them."""
+    torch.manual_seed(seed)
+    return {name: kind(torch.randn_like(p) / 4) for name, p in Stack().named_parameters() if part in name}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("part", ["", "head", "blocks.1.up"])
+def test_functional_call(way: str, part: str) -> None:
+    """Also the first call, with tensors and with parameters; each keeps its values for its call."""
+    model, twin = twins(Stack)
+    placed(model, way, min_bytes=512)
+    seed = 0
+    for kind in (torch.Tensor.clone, partial(nn.Parameter, requires_grad=False)):
+        for _ in range(2):
+            seed, x, other = seed + 1, torch.randn(4, 8), values(kind, part, seed)
+            assert torch.equal(functional_call(model, other, (x,)), functional_call(twin, other, (x,)))
+            assert torch.equal(model(x), twin(x))
+    assert torch.equal(functional_call(model, dict(model.named_parameters()), (x,)), twin(x))
+    assert all(torch.equal(v, twin.state_dict()[name]) for name, v in model.state_dict().items())
+    check_moved(model)
+
+
+def adapt(model: nn.Module, rank: int) -> nn.ModuleList:
+    """Put functions in place of the forwards of layers, which add what layers outside the model compute."""
+    torch.manual_seed(3)
+    outside = nn.ModuleList()
+    for layer in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        down = nn.Linear(layer.in_features, rank, bias=False)
+        up = nn.Linear(rank, layer.out_features, bias=False)
+        layer.forward = partial(_added, layer.forward, down, up)
+        outside.extend((down, up))
+    return outside
+
+
+def _added(forward: Any, down: nn.Module, up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = forward(x) + up(down(x))
+    return added
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("when", ["before placing", "after placing", "after a call"])
+def test_layers_outside_the_model(way: str, when: str) -> None:
+    """Those below ``min_bytes`` are inputs like any other."""
+    model, twin = twins(Stack)
+    if when == "before placing":
+        outside = adapt(model, 4)
+    placed(model, way)
+    if when == "after a call":
+        model(torch.randn(4, 8))
+    if when != "before placing":
+        outside = adapt(model, 4)
+    adapt(twin, 4)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(model(x), twin(x))
+    check_moved(model)
+    assert not any(isinstance(p, HostWeight) for p in outside.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_large_layers_outside_the_model(way: str) -> None:
+    """They are refused until they are placed too; then they stream."""
+    model, twin = twins(Stack)
+    outside = adapt(placed(model, way), 64)
+    adapt(twin, 64)
+    with pytest.raises(chunkflow_compile.ChunkflowError, match=r"several models.* in one torch.nn.ModuleList"):
+        model(torch.randn(4, 8))
+    assert not any(isinstance(p, HostWeight) for p in outside.parameters())
+    for part in (outside, *([model] if way == "lazy" else [])):
+        offload(part, min_bytes=OPTIONS["min_bytes"])
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(model(x), twin(x))
+    check_moved(model)
+    assert any(isinstance(p, HostWeight) for p in outside.parameters())
