@@ -330,9 +330,9 @@ rate of copies           0.02 GB/s    0.01 GB/s   0.50
 limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13
 % of it
 
-a call takes 2.31 times what was predicted, most of it compute (+10.0 ms): the profile 'machine'
-does not fit this machine, or the machine was busy; run chunkflow calibrate and compile with
-hardware='measured'
+a call of the model takes 2.31 times what was predicted, most of it compute (+10.0 ms): the profile
+'machine' does not fit this machine, or the machine was busy; run chunkflow calibrate and compile
+with hardware='measured'
 
 worst stalls:
 
