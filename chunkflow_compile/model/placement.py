@@ -45,7 +45,8 @@ class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
     ``min_bytes``: smaller weights stay on the device.
-    ``progress``: of the compilation of its parts, if it is shown.  ``goal``: what replan has set, as fields of the settings,
+    ``progress``: of the compilation of its parts, if it is shown.  ``fixed``: names of the weights of each part that is
+    compiled for each size, because Inductor fails on symbols.  ``goal``: what replan has set, as fields of the settings,
     also for sizes that come later.
     """
 
@@ -59,6 +60,7 @@ class Placement:
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
         self.progress: CompileProgress | None = None
+        self.fixed = set[tuple[str, ...]]()
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
 
