@@ -37,12 +37,18 @@ ALIASES = {"yields": "yield"}
 
 # Settings of torch under which weights do not reach the backend as inputs of its graph, each by itself -> why.
 _REFUSED: Mapping[tuple[str, str], str] = {
-    ("torch._dynamo.config", "install_free_tensors"): "makes weights attributes of the graph, where they cannot be streamed",
+    (
+        "torch._dynamo.config",
+        "install_free_tensors",
+    ): "makes weights attributes of the graph, where they cannot be streamed",
     ("torch._dynamo.config", "use_graph_deduplication"): (
         "makes equal parts of the graph calls of one function, in which blocks cannot be told apart; ChunkFlow compiles "
         "equal regions once in any case"
     ),
-    ("torch._dynamo.config", "verify_correctness"): "runs the graph on copies of the weights, which are in no host store",
+    (
+        "torch._dynamo.config",
+        "verify_correctness",
+    ): "runs the graph on copies of the weights, which are in no host store",
     ("torch._functorch.config", "selective_decompose"): "removes what says which input of the graph is which weight",
 }
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import dynamo_timed
+from torch._inductor.exc import InductorError
 from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.frame import (
@@ -57,8 +58,9 @@ from chunkflow_compile.model.offload import large_weights, refuse_accelerate
 from chunkflow_compile.model.placement import Placement, placement_of, placements_around
 from chunkflow_compile.model.plan_cache import DiskPlans
 from chunkflow_compile.options import Options, parse_options
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pipeline import Settings, Stage, stages
@@ -197,10 +199,37 @@ def _compiled(
         report=str if progress is None else progress.say,
     )
     with dynamo_timed("chunkflow.aot"):
-        compiled = lower(graph, inputs, made)
+        compiled = _at_open_sizes(lower, graph, inputs, made, set() if placement is None else placement.fixed)
     if progress is not None:
-        progress.compiled()
+        progress.compiled(p.name for p in parameters)
     return compiled, made
+
+
+def _at_open_sizes(
+    lower: Callable[[GraphModule, Sequence[Any], _MakeRunner], Any],
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    made: _MakeRunner,
+    fixed: set[tuple[str, ...]],
+) -> Any:
+    """Compile a graph; for the sizes of this call only, if Inductor fails on symbols.
+
+    ``fixed``: the names of the weights of graphs on which it has failed, to which this one's are added.
+    """
+    names = tuple(p.name for p in made.parameters)
+    if names not in fixed:
+        try:
+            return lower(graph, inputs, made)
+        except InductorError as error:
+            if not symbols_of([*inputs]):
+                raise
+            said = "%s and what reads it are compiled for each size: Inductor fails on symbols, %s"
+            _log.warning(said, names[0], first_line(error))
+            fixed.add(names)
+    for value in inputs:
+        if isinstance(value, torch.SymInt):
+            int(value)  # adds the guard for this size
+    return lower(graph, inputs, made)
 
 
 @dataclass(frozen=True, kw_only=True)

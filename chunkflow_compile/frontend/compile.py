@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from chunkflow_compile.frontend.block_kinds import (
     Kind,
@@ -114,18 +116,30 @@ def check_dynamic(dynamic: bool | None) -> None:
         raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
 
 
-def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str, Any], dynamic: bool | None) -> None:
+def compile_by_kind(
+    model: nn.Module,
+    placement: Placement,
+    options: Mapping[str, Any],
+    dynamic: bool | None,
+    *,
+    name: str | None = None,
+    levels: bool = False,
+) -> None:
     """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks.
 
-    ``options``: those of the backend.  ``dynamic``: as in torch.compile.
+    ``options``: those of the backend.  ``dynamic``: as in torch.compile.  ``name``: of the model, where compilations are
+    shown; by default its class.  ``levels``: whether its blocks have several sizes within one call, as those of a VAE's
+    decoder have.
     """
+    name = type(model).__name__ if name is None else name
     blocks = repeated_blocks(model)
     if options.get("lowering") != "eager":
         warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
         _compile_module(model, options, dynamic)
-        _show_first_call(model, placement, 1)
+        placement.progress = CompileProgress(name, 1)
+        _show_progress(model, placement.progress)
         return
     parts = parts_of(model, blocks.values(), placement.min_bytes)
     compiled = between_hooks(blocks, placement.min_bytes)
@@ -133,10 +147,10 @@ def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str
     for kind in kinds:
         _warn_of_counters(kind)
     layers, rest = dict[str, nn.Module](), dict[str, nn.Module]()
-    for name, part in parts.items():
-        found = layers_of(part, placement.min_bytes, name)
+    for path, part in parts.items():
+        found = layers_of(part, placement.min_bytes, path)
         layers.update(found or {})
-        rest.update({name: part} if found is None else {})
+        rest.update({path: part} if found is None else {})
     kinds += kinds_of(rest)
     said = ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
     beside = f"; {', '.join(layers)} run op by op" if layers else ""
@@ -145,8 +159,9 @@ def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str
         layer.forward = LayerForward(layer, options)
     for kind in kinds:
         for module in kind.members.values():
-            _compile_module(module, options, dynamic, _with_hooks)
-    _show_first_call(model, placement, len(kinds) + len(layers))
+            _compile_module(module, options, dynamic, _with_hooks, levels)
+    placement.progress = CompileProgress(name, len(kinds) + len(layers))
+    _show_progress(model, placement.progress)
 
 
 class Compiled(Replacement):
@@ -180,19 +195,45 @@ def _eager(forward: Any) -> Any:
     return forward.eager if isinstance(forward, Replacement) else forward
 
 
-def _show_first_call(model: nn.Module, placement: Placement, kinds: int) -> None:
-    """Show the progress of the compilations in the first call of a model."""
-    progress = placement.progress = CompileProgress(kinds)
+class Opened:
+    """The calls of a block with sizes that are left open from its second ones on.
+
+    torch leaves open what changes from call to call of one code.  Blocks of several levels have the same code and other
+    sizes within one call of the model, so here each block is held against itself.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        """``call``: compiled with ``dynamic=False``."""
+        self._call = call
+        self._first: list[torch.Size] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        sizes = [tensor.shape for tensor in tensors]
+        if self._first is None:
+            self._first = sizes
+        elif sizes != self._first:
+            for tensor, first in zip(tensors, self._first, strict=False):
+                maybe_mark_dynamic(tensor, _changed(tensor.shape, first))
+        return self._call(*args, **kwargs)
+
+
+def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
+    """The dimensions that differ, and of images and videos both height and width: one may differ later."""
+    plane = range(len(sizes) - 2, len(sizes)) if len(sizes) >= 4 else ()
+    return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
+
+
+def _show_progress(model: nn.Module, progress: CompileProgress) -> None:
+    """Show the progress of the compilations in the calls of a model."""
     called, seen = model._compiled_call_impl, weakref.ref(model)  # a model that is dropped is freed at once
 
-    def first_call(*args: Any, **kwargs: Any) -> Any:
+    def shown(*args: Any, **kwargs: Any) -> Any:
         mine: Any = seen()
-        if mine._compiled_call_impl is first_call:  # nothing was put around it since
-            mine._compiled_call_impl = called
         with progress:
             return (called or mine._call_impl)(*args, **kwargs)
 
-    model._compiled_call_impl = first_call
+    model._compiled_call_impl = shown
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
@@ -209,11 +250,14 @@ def _compile_module(
     options: Mapping[str, Any],
     dynamic: bool | None,
     backend: str | Callable[..., Any] = "chunkflow",
+    levels: bool = False,
 ) -> None:
-    """Compile a module in place, at its first call."""
+    """Compile a module in place, at its first call.  ``levels``: as in :func:`compile_by_kind`."""
+    opened = levels and dynamic is None
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
-    more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}, "dynamic": dynamic}
+    more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}}
+    more["dynamic"] = False if opened else dynamic
     if (hook := caching_hook(module)) is not None:
         forward = hook.fn_ref.original_forward
         hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))
@@ -224,6 +268,8 @@ def _compile_module(
         called = _through(module._call_impl)
         called.__code__ = _code_of_calls(type(module).forward)
         module._compiled_call_impl = torch.compile(called, **more)
+    if opened:
+        module._compiled_call_impl = Opened(module._compiled_call_impl)
 
 
 def _through(call: Callable[..., Any]) -> FunctionType:

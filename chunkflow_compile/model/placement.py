@@ -46,7 +46,8 @@ class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
     ``min_bytes``: smaller weights stay on the device.
-    ``progress``: of the compilation of its parts, if it is shown.  ``goal``: what its owner or replan has set, as fields of
+    ``progress``: of the compilation of its parts, if it is shown.  ``fixed``: names of the weights of each part that is
+    compiled for each size, because Inductor fails on symbols.  ``goal``: what its owner or replan has set, as fields of
     the settings, also for sizes that come later.  ``owned_arena``: the one that its owner has for its programs, if any.
     """
 
@@ -61,6 +62,7 @@ class Placement:
         self._arenas: dict[DeviceKind, Arena] = {}
         self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
+        self.fixed = set[tuple[str, ...]]()
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
 

@@ -74,7 +74,7 @@ def apply(
     each component, and the weights get the rest: the plan of a component is made again after that.
     ``dtype``: to cast to; or, as ``torch_dtype`` of ``from_pretrained``, by component, {"default": ...} for the others.
     ``share``, ``host_memory``: see :func:`offload`; ``host_memory`` is for all components together.
-    ``mode``, ``dynamic``, ``options``: see :func:`compile`; a VAE's decoder is compiled for each size unless ``dynamic``.
+    ``mode``, ``dynamic``, ``options``: see :func:`compile`.
     ``adapters``: lets the denoisers change LoRA adapters without being compiled or planned again: the largest rank, or the
     arguments of :func:`enable_adapters` by name.
     Components that another pipeline was given already are shared with it, with its budget.
@@ -288,8 +288,7 @@ def _compile_phase(
         placement.store.warned = True  # what is not compiled is meant to run eagerly
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
         if repeated_blocks(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
-            # Its levels have different sizes, which Dynamo would make symbols; Inductor fails on some (HunyuanVideo).
-            compile_by_kind(decoder, placement, options, bool(dynamic))
+            compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
         return
     if (reason := why_eager(model)) is not None:
@@ -299,7 +298,7 @@ def _compile_phase(
         return
     if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
         placement.goal = {"memory": max(0, budget.usable - kept_by(budget.phases))}
-    compile_by_kind(model, placement, options, dynamic)
+    compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, ())
 
 

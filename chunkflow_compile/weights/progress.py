@@ -6,15 +6,24 @@ Shown on a terminal only, and not with ``CHUNKFLOW_PROGRESS=0`` in the environme
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator
+import posixpath
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
+_log = logging.getLogger(__name__)
+
 # A small model moves in less; a bar that flashes by tells nothing.
 DELAY_S = 1.0
+# A compilation that takes as long as this is worth a line that stays.
+LINE_S = 2.0
 
 
 def _disabled() -> bool | None:
@@ -57,41 +66,70 @@ def forget_at_end(callback: Callable[[Any], None]) -> None:
 
 
 class CompileProgress:
-    """What compilation does now, in one line, while the first call of a model runs: a context manager.
+    """What compilation does now, in one line, while a model is called: a context manager.
 
-    ``kinds``: the number of compilations to expect.
+    Of a compilation that takes LINE_S or longer, a line stays, and is logged at INFO, whether there is a terminal or not.
+    ``name``: of the model.  ``kinds``: the number of compilations to expect in its first call.  ``now``: a clock, seconds.
     """
 
-    def __init__(self, kinds: int) -> None:
+    def __init__(self, name: str, kinds: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        self._name = name
         self._kinds = kinds
         self._done = 0
+        self._parts = set[str]()  # that were compiled, by name
+        self._said = ""  # of the compilation under way, once it is done
+        self._began = 0.0
         self._bar: tqdm[Any] | None = None
-        self._shown = False
+        self._lock = threading.Lock()
+        self._threads = set[int]()  # that are in a call of the model
 
     def __enter__(self) -> None:
-        if not self._shown:  # another thread may have begun
-            self._shown = True
-            callback_handler.register_start_callback(self._begins)
+        with self._lock:
+            if not self._threads:
+                callback_handler.register_start_callback(self._begins)
+                callback_handler.register_end_callback(self._ends)
+            self._threads.add(threading.get_ident())
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._shown = False
+        with self._lock:
+            self._threads.discard(threading.get_ident())
+            if self._threads:
+                return
             callback_handler.remove_start_callback(self._begins)
+            callback_handler.remove_end_callback(self._ends)
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def say(self, what: str) -> None:
-        """Show what is being done for the current kind."""
+        """Show what is being done for the current part."""
         if self._bar is not None:
-            number = min(self._done + 1, self._kinds)
-            self._bar.set_description_str(f"chunkflow: {what} (part {number} of {self._kinds})")
+            which = f"part {self._done + 1} of {self._kinds}" if self._done < self._kinds else "for other inputs"
+            self._bar.set_description_str(f"chunkflow: {self._name}: {what} ({which})")
 
-    def compiled(self) -> None:
-        """A kind is compiled."""
+    def compiled(self, weights: Iterable[str]) -> None:
+        """A part is compiled, which reads the weights of these names."""
+        modules = [name.rpartition(".")[0].replace(".", "/") for name in weights]
+        part = posixpath.commonpath(modules).replace("/", ".")
+        again = " for other inputs" if part in self._parts else ""
+        self._said = f"compiled {part}{again}" if part else f"compiled{again}"
+        self._parts.add(part)
         self._done += 1
 
     def _begins(self, _: object) -> None:
+        if threading.get_ident() not in self._threads:  # another model's
+            return
+        self._began, self._said = self.now(), ""
         if self._bar is None:
             self._bar = _line()
         self.say("tracing")
+
+    def _ends(self, _: object) -> None:
+        if threading.get_ident() not in self._threads or not self._said:  # it failed, or read no weight
+            return
+        if (seconds := self.now() - self._began) >= LINE_S:
+            line = f"{self._name}: {self._said} in {seconds:.1f} s"
+            _log.info("%s", line)
+            if self._bar is not None and not self._bar.disable:
+                self._bar.write(f"chunkflow: {line}", file=sys.stderr)

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import OwnClock
 from conftest import OPTIONS
 from helpers import Stack, Terminal, check_steps, graphs, twins
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
 import chunkflow_compile
-from chunkflow_compile import cycles, programs, restore
+from chunkflow_compile import cycles, offload, programs, restore
 from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_blocks
+from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.frontend.layers import layers_of
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -153,16 +156,42 @@ def test_progress_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     never_called = chunkflow_compile.compile(Odd().eval(), **EAGER)
     shown = progress(monkeypatch, Stack(3), OPTIONS)
     for said in ("tracing", "planning", "lowering region 1 of"):
-        assert f"chunkflow: {said}" in shown
-    assert "(part 1 of 1)" in shown and "chunkflow: planning 3 calls that repeat" in shown
+        assert f"chunkflow: Stack: {said}" in shown
+    assert "(part 1 of 1)" in shown and "planning 3 calls that repeat" in shown
     whole = progress(monkeypatch, nn.Sequential(nn.Linear(8, 8)), OPTIONS)
-    assert "chunkflow: lowering region 1 of 1 (part 1 of 1)" in whole
+    assert "chunkflow: Sequential: lowering region 1 of 1 (part 1 of 1)" in whole
     for fails in (False, True):
-        assert "chunkflow: tracing" in progress(monkeypatch, Odd(fails), {**EAGER, "min_bytes": 64})
+        assert "chunkflow: Odd: tracing" in progress(monkeypatch, Odd(fails), {**EAGER, "min_bytes": 64})
     chunkflow_compile.restore(never_called)
     assert progress(monkeypatch, Stack(3), terminal=False) == ""
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
     assert progress(monkeypatch, Stack(3)) == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_for_each_long_compilation(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also for other sizes, later; by a clock on which each takes two seconds, or a little less."""
+    model, shown = Stack(3).eval(), Terminal(terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
+    offload(model, "cpu", min_bytes=MIN_BYTES)
+    placement: Any = placement_of(model)
+    compile_by_kind(model, placement, EAGER, None, name="pipe.transformer")
+    caplog.set_level(logging.INFO, "chunkflow_compile.weights.progress")
+    for rows, tick in ((4, 2.0), (6, 2.0), (9, 2.0)):
+        placement.progress.now = OwnClock(tick=tick).now
+        model(torch.randn(rows, 8))
+    other = Stack(2).eval()
+    chunkflow_compile.compile(other, **EAGER)
+    quick: Any = placement_of(other)
+    quick.progress.now = OwnClock(tick=1.9).now
+    other(torch.randn(4, 8))
+    said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.weights.progress"]
+    first = "pipe.transformer: compiled blocks.0 in 2.0 s"
+    assert said == [first, "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s"]
+    assert all((f"chunkflow: {line}\n" in shown.getvalue()) == terminal for line in said)
+    assert ("(for other inputs)" in shown.getvalue()) == terminal == bool(shown.getvalue())
 
 
 def test_blocks_of_a_list_of_one_stage() -> None:

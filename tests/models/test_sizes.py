@@ -13,11 +13,16 @@ import torch
 from conftest import FAST, OPTIONS
 from helpers import Scaled, Stack, graphs, twins
 from torch import nn
+from torch._inductor.exc import InductorError
 
 import chunkflow_compile
-from chunkflow_compile import explain, programs
+from chunkflow_compile import explain, offload, programs
+from chunkflow_compile.frontend.compile import compile_by_kind
+from chunkflow_compile.lowering import lower
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.runtime.codes import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
 
@@ -223,3 +228,65 @@ def test_sizes_that_are_used_stay_and_the_others_go() -> None:
     assert planned[3:] == [0, 2, 0]
     turn([4, 5])
     assert planned[-1] == 2 and len(programs(model)) == KEPT_SIZES
+
+
+class Level(nn.Module):
+    """A block of a decoder: its output has twice the height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(4, 4, 3, padding=1), nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(nn.functional.interpolate(x, scale_factor=2.0) * self.scale)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList([Level(), Level()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for level in self.levels:
+            x = level(x)
+        return x
+
+
+def decode(**options: Any) -> list[int]:
+    """The graphs that were compiled after each of some sizes of a decoder, which share a height or a width."""
+    model, twin = twins(Decoder)
+    offload(model, "cpu", min_bytes=256)
+    placement: Any = placement_of(model)
+    compile_by_kind(model, placement, {"min_bytes": 256, **options}, None, levels=True)
+    counts = []
+    for height, width in ((4, 4), (6, 4), (4, 8), (6, 6)):
+        x = torch.randn(1, 4, height, width)
+        assert torch.equal(model(x), twin(x))
+        counts.append(graphs())
+    moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
+    assert moved and min(moved) >= min(p.plan.moved_bytes for p in programs(model)) > 0
+    return counts
+
+
+def test_levels_of_a_decoder() -> None:
+    """Each is compiled for its first size; one compilation for all other sizes of all levels, in height and width."""
+    assert decode(lowering="eager") == [2, 3, 3, 3]
+
+
+def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They are compiled for each size, and it is tried on symbols once."""
+    tried: list[bool] = []
+
+    def lowered(module: Any, _: Any) -> Any:
+        given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+        tried.append(bool(symbols_of(given)))
+        if tried[-1]:
+            raise InductorError(ValueError("no symbols here"), None)
+        return module.forward
+
+    monkeypatch.setattr(lower, "through_inductor", lowered)
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        assert decode() == [2, 4, 6, 8]
+    (said, *rest) = [r.getMessage() for r in caplog.records if "each size" in r.getMessage()]
+    assert "levels.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
+    assert len(rest) == 1 and tried.count(True) == 2

@@ -1,0 +1,125 @@
+"""Other image sizes of a whole FLUX pipeline with its VAE: what each compiles, with empty caches.  Five minutes on two cores.
+
+python docs/benchmarks/sizes.py --out docs/benchmarks/sizes.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from runs import in_a_process
+from tabulate import tabulate
+from torch import nn
+
+from chunkflow_compile import apply, programs
+from chunkflow_compile.hardware.machine import device_name
+from chunkflow_compile.models.sizes import build_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from small_pipelines import SMALL_PIPELINES
+
+# Height and width, pixels: a square, a wider one, a lower one, a higher one.
+SIZES = ((256, 256), (256, 384), (192, 320), (320, 192))
+# The arguments of ``apply``, by arm.
+ARMS: Mapping[str, Mapping[str, Any]] = {"sizes left open": {}, "dynamic=False": {"dynamic": False}}
+STEPS = 2
+# The decoder has FLUX's four levels, 16 latent channels and three layers a level, with a quarter of its channels.
+CHANNELS = (32, 64, 128, 128)
+LATENTS = 16
+TOLERANCE = 1e-4
+
+ABOUT = f"""\
+# Other image sizes
+
+A small FLUX pipeline, `apply(pipe)`, Inductor, empty caches, {STEPS} steps and the VAE's decoder, which has FLUX's levels
+with channels {CHANNELS}. Generations at four sizes, one after the other; each is compared with the plain pipeline's.
+In the column of a component: its graphs that were compiled in the generation, and in brackets their regions that Inductor
+lowered. `off by`: the largest difference of a pixel between 0 and 1.
+`sizes left open`: the default. `dynamic=False`: each size is compiled for itself. No GPU.
+
+The compilations are the figure. Other work shared the machine, so the seconds are no more than their order.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--arm", choices=ARMS, help="run this one here, and print its rows as JSON")
+    arguments = parser.parse_args()
+    if arguments.arm:
+        print(json.dumps(_rows(ARMS[arguments.arm])))
+        return
+    text = f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n"
+    for arm in ARMS:
+        with TemporaryDirectory() as cache:
+            rows = in_a_process(__file__, ["--arm", arm], cache)
+        text += f"\n```\n{arm}\n{tabulate(rows, headers='keys')}\n```\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+
+
+def _pipeline() -> Any:
+    """A small FLUX whose VAE is built as FLUX's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pipe = SMALL_PIPELINES["flux"].build()
+        parts = dict(pipe.components)
+        parts["vae"] = build_model(
+            "AutoencoderKL",
+            latent_channels=LATENTS,
+            block_out_channels=CHANNELS,
+            down_block_types=("DownEncoderBlock2D",) * len(CHANNELS),
+            up_block_types=("UpDecoderBlock2D",) * len(CHANNELS),
+            layers_per_block=2,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            shift_factor=0.1,
+            scaling_factor=1.5,
+        )
+        config = {**pipe.transformer.config, "in_channels": 4 * LATENTS}
+        parts["transformer"] = type(pipe.transformer).from_config(config)
+        pipe = type(pipe)(**parts)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+
+def _rows(given: Mapping[str, Any]) -> list[dict[str, str]]:
+    torch.set_num_threads(1)
+    pipe, plain = _pipeline(), _pipeline()
+    apply(pipe, "cpu", memory="1GiB", min_bytes=2048, **given)
+    models = {name: m for name, m in pipe.components.items() if isinstance(m, nn.Module)}
+    seen, rows = set[int](), list[dict[str, str]]()
+    for number, (height, width) in enumerate(SIZES):
+        call = {"height": height, "width": width, "num_inference_steps": STEPS}
+        begin = time.perf_counter()
+        picture = SMALL_PIPELINES["flux"].generate(pipe, number, **call)
+        row = {"size": f"{height}x{width}", "seconds": f"{time.perf_counter() - begin:.1f}"}
+        for name, model in models.items():
+            codes = {id(p.code.regions): _lowered(p) for p in programs(model)}
+            fresh = [count for key, count in codes.items() if key not in seen and count]
+            seen |= codes.keys()
+            row[name] = f"{len(fresh)} ({sum(fresh)})" if fresh else "-"
+        difference = float((picture - SMALL_PIPELINES["flux"].generate(plain, number, **call)).abs().max())
+        if difference > TOLERANCE:
+            raise SystemExit(f"{height}x{width}: off by {difference}")
+        rows.append(row | {"off by": f"{difference:.0e}"})
+    return rows
+
+
+def _lowered(program: Any) -> int:
+    """The regions that Inductor lowered: none of a layer such as a convolution, which runs op by op."""
+    return sum(isinstance(region, torch._inductor.CompiledArtifact) for region in program.code.regions.values())
+
+
+if __name__ == "__main__":
+    main()
