@@ -52,9 +52,7 @@ class ModelIndex:
         return ModelIndex(root, names, dict(_blocks(root, "")), shared, alone, filled)
 
     @staticmethod
-    def around(
-        parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0
-    ) -> ModelIndex:
+    def around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
         """The index of the module that holds all of ``parameters`` that any module holds; if none does, of the one that
         holds those of at least ``min_bytes``.
 
