@@ -35,21 +35,13 @@ DEBUG = ("poison", "threads")
 # Field -> name of the option, if that is a keyword of Python.
 ALIASES = {"yields": "yield"}
 
-# Settings of torch under which weights do not reach the backend as inputs of its graph, each by itself -> why.
-_REFUSED: Mapping[tuple[str, str], str] = {
-    (
-        "torch._dynamo.config",
-        "install_free_tensors",
-    ): "makes weights attributes of the graph, where they cannot be streamed",
-    ("torch._dynamo.config", "use_graph_deduplication"): (
-        "makes equal parts of the graph calls of one function, in which blocks cannot be told apart; ChunkFlow compiles "
-        "equal regions once in any case"
-    ),
-    (
-        "torch._dynamo.config",
-        "verify_correctness",
-    ): "runs the graph on copies of the weights, which are in no host store",
-    ("torch._functorch.config", "selective_decompose"): "removes what says which input of the graph is which weight",
+# Settings of torch under which the graph does not have each weight, of a known block, as an input -> why.
+_REFUSED_SETTINGS: Mapping[str, str] = {
+    "torch._dynamo.config.install_free_tensors": "makes weights attributes of the graph, where they cannot be streamed",
+    "torch._dynamo.config.use_graph_deduplication": "makes equal parts of the graph calls of one function, in which blocks "
+    "cannot be told apart; ChunkFlow compiles equal regions once in any case",
+    "torch._dynamo.config.verify_correctness": "runs the graph on copies of the weights, which are in no host store",
+    "torch._functorch.config.selective_decompose": "removes what says which input of the graph is which weight",
 }
 
 _Parsed = TypeVar("_Parsed")
@@ -263,7 +255,7 @@ def parse_options(
     ``mode``: torch.compile's; its Inductor configuration is applied to every region.  ``caller``: the function that takes the
     options as ``**options``; what is meant may be an argument of its own.
     """
-    _check_torch()
+    _check_settings()
     given = dict(options or {})
     own = () if caller is None else inspect.signature(caller).parameters.values()
     known = [p.name for p in own if p.default is not p.empty]
@@ -283,10 +275,12 @@ def parse_options(
     return Options(**given, inductor=inductor)
 
 
-def _check_torch() -> None:
-    for (module, name), why in _REFUSED.items():
+def _check_settings() -> None:
+    """Raise ChunkflowError for a setting of torch that is refused."""
+    for setting, why in _REFUSED_SETTINGS.items():
+        module, _, name = setting.rpartition(".")
         if getattr(import_module(module), name, False):  # some releases do not have it
-            raise ChunkflowError(f"{module}.{name} {why}: set it to False, its default.")
+            raise ChunkflowError(f"{setting} {why}: set it to False, its default.")
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:
