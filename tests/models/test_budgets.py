@@ -175,7 +175,8 @@ def test_the_advice_can_be_followed(quiet: None, caplog: pytest.LogCaptureFixtur
         if said is None:
             break
         short.append(re.search(r"too little for (pipe\.)?(\w+)", said)[2])
-        assert "at least memory='" in said and (advised := memory_named(said)) > memory, "more than what was too little"
+        advised = memory_named(said)
+        assert "at least memory='" in said and advised > memory, "more than what was too little"
         memory = advised
         remove(pipe)
     assert len(short[1:]) == len(set(short[1:])) >= 1, short
