@@ -189,7 +189,8 @@ def check_out_of_memory(found: Controlled) -> None:
     hook = found.pipe.transformer.norm_out.register_forward_pre_hook(check)
     found.check(4)
     hook.remove()
-    assert max(on_device[1:]) <= on_device[0] // 2 and (transformer.retries, control.retries) == (1, 0)
+    assert max(on_device[1:]) <= 3 * on_device[0] // 4, "the larger of two shares, in which a cycle of both fits"
+    assert (transformer.retries, control.retries) == (1, 0)
     assert control.goal == transformer.goal < before
     found.check(5)
     assert min(control.goal, transformer.goal) > on_device[0]
