@@ -260,8 +260,8 @@ def _compile_module(
         called = _through(module._call_impl)
         called.__code__ = code or _code_of_kind()
         module._compiled_call_impl = torch.compile(called, **more)
-    if opened:
-        module._compiled_call_impl = Opened(module._compiled_call_impl)
+    if opened and (call := module._compiled_call_impl) is not None:
+        module._compiled_call_impl = Opened(call)
 
 
 def _through(call: Callable[..., Any]) -> FunctionType:
