@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters opaque paper published clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -150,6 +150,10 @@ step-cache: $(VENV)/ready
 # Another LoRA adapter, beside diffusers' hotswap: ten minutes on two cores.
 adapters: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/adapters.py --out docs/benchmarks/adapters.md
+
+# What other image sizes of a whole pipeline compile: ten minutes on two cores.
+sizes: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/sizes.py --out docs/benchmarks/sizes.md
 
 # Policies side by side on an emulated link: eight minutes on two cores.
 contention: $(VENV)/ready

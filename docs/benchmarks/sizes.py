@@ -1,4 +1,4 @@
-"""Other image sizes of a whole FLUX pipeline with its VAE: what each compiles, with empty caches.  Five minutes on two cores.
+"""Other image sizes of a whole FLUX pipeline with its VAE: what each compiles, with empty caches.  Ten minutes on two cores.
 
 python docs/benchmarks/sizes.py --out docs/benchmarks/sizes.md
 """
