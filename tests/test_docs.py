@@ -41,7 +41,7 @@ OUTSIDE = {
     "torch": {
         *("state_dict", "load_state_dict", "register_module_forward_hook", "Work", "ProcessGroupNCCL", "DeviceMesh"),
         *("DistributedDataParallel", "FullyShardedDataParallel", "BackendCompilerFailed", "dynamo_timed"),
-        *("TORCHINDUCTOR_DETERMINISTIC", "FakeTensorMode"),
+        *("TORCHINDUCTOR_DETERMINISTIC", "FakeTensorMode", "ModuleList"),
     },
     "diffusers": {
         *("from_pretrained", "apply_group_offloading", "enable_group_offload", "TensorParallelConfig"),

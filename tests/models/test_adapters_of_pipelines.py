@@ -153,7 +153,7 @@ def test_what_apply_refuses_leaves_the_pipeline_as_it_was() -> None:
     pipe = small_pipeline("flux")
     for adapters, said in (
         ({"ranks": 3}, "adapters has 'ranks'"),
-        (0, "rank=0 must"),
+        (0, "adapters=0 must"),
         ({"targets": ["no"]}, "no layers for"),
     ):
         with pytest.raises(ChunkflowError, match=said):

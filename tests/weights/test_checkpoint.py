@@ -148,7 +148,7 @@ def test_a_cast_is_that_of_diffusers(saved: Path) -> None:
     for name, p in expected.named_parameters():
         assert found[name].dtype == p.dtype and torch.equal(found[name], p), name
     assert {p.dtype for p in found.values()} == {torch.bfloat16, torch.float32}, "norms stay in float32"
-    with pytest.raises(ChunkflowError, match=r"not to torch\.int8: quantise the model instead"):
+    with pytest.raises(ChunkflowError, match=r"not to torch\.int8; for less, quantise the model"):
         offload(model, dtype=torch.int8)
 
 
