@@ -126,8 +126,10 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         host = inner["host"]
         if isinstance(host, FakeTensor) and _is_for_us():
-            with host.fake_mode:
-                return torch.empty_strided(size, stride, dtype=host.dtype, device=device)
+            offset = host.storage_offset()  # which is that of a DTensor around it
+            with host.fake_mode, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, True):
+                room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
+                return room.as_strided(size, stride, offset)  # not as a view, which the weight is not
         return HostWeight(host, device)
 
     @classmethod
