@@ -241,7 +241,7 @@ def refuse_attributes(graph: GraphModule, min_bytes: int) -> None:
     """Raise ChunkflowError for large weights that are attributes of a Dynamo graph, and so no inputs."""
     if nbytes := _large_bytes(graph.parameters(), min_bytes):
         raise ChunkflowError(
-            f"{nbytes:,} bytes of parameters are attributes of the graph that the backend gets, so they cannot be streamed: "
+            f"{size(nbytes)} of parameters are attributes of the graph that the backend gets, so they cannot be streamed: "
             "compile the model itself with torch.compile, and set what you have changed in torch._dynamo.config back to its "
             "default."
         )

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 # Between two looks for what a rank posts, which takes it a planning of a second or two.
 _PAUSE_S = 0.01
+# In the place of a value that a rank has posted for nothing.
+_WITHDRAWN = "withdrawn"
 
 # Backends of process groups of real ranks, whose store all of them can reach.
 _REAL = ("gloo", "nccl")
@@ -58,23 +60,26 @@ class Group:
     def posted(self, key: str, seconds: float = 0.0) -> dict[int, Any]:
         """Rank -> the value that it has posted, of all that have; waits at most ``seconds`` for the others.
 
-        Without one of them, this occasion does not count, and the next value that this rank posts belongs to it.
+        Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
+        to it.
         """
         keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
         with reached("ranks compare their times"):
-            while not self.store.check([*keys.values()]) and time.monotonic() < deadline:
+            while len(values := self._values(keys)) < len(keys) and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
-            found = {rank: json.loads(self.store.get(k)) for rank, k in keys.items() if self.store.check([k])}
-            gone = list[str]()
-            if len(found) < len(keys):
+            if len(values) < len(keys):
+                self.store.set(keys[self.rank], _WITHDRAWN)
                 self.store.add(f"{key.rpartition('/')[0]}/count/{self.rank}", -1)
-                gone = [keys[self.rank]] if seconds else []
             elif self.store.add(f"{key}/read", 1) == len(keys):
-                gone = [*keys.values(), f"{key}/read"]
-            with contextlib.suppress(RuntimeError):  # not every store can
-                for each in gone:
-                    self.store.delete_key(each)
-        return found
+                with contextlib.suppress(RuntimeError):  # not every store can
+                    for each in (*keys.values(), f"{key}/read"):
+                        self.store.delete_key(each)
+        return values
+
+    def _values(self, keys: Mapping[int, str]) -> dict[int, Any]:
+        """Rank -> the value under its key, of those that have posted one and not withdrawn it."""
+        texts = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
+        return {rank: json.loads(text) for rank, text in texts.items() if text != _WITHDRAWN.encode()}
 
 
 @contextlib.contextmanager

@@ -94,8 +94,9 @@ class _Apply:
         modules = [*self._module.modules()] if recurse else [self._module]
         weights = {id(t): t for m in modules for _, t in _own(m) if isinstance(t, HostWeight)}
         for weight in weights.values():
-            with torch.no_grad(), self._reads_meant(), _Conversions(self._device):
+            with torch.no_grad(), self._reads_meant(), _Conversions(self._device) as conversions:
                 applied = fn(weight)
+            conversions.finish(applied)
             _refuse_move(weight, applied.device, self._device)
             if applied is not weight:
                 device = applied.device
@@ -174,11 +175,16 @@ class _Conversions(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _COPIES and isinstance(args[0], HostWeight) and kwargs.get("device") is not None:
             return self._copied(args[0], with_index(torch.device(kwargs["device"])), **kwargs)
-        while self._copies:  # the op may write the weight or its copy
-            copied = self._copies.pop()
-            copied.host = copied.host.clone()
-            copied.buffer = HostBuffer(copied.host, name=copied.buffer.name)
+        self.finish()  # the op may write the weight or its copy
         return func(*args, **kwargs)
+
+    def finish(self, applied: torch.Tensor | None = None) -> None:
+        """Give the copies memory of their own, all but ``applied``, which takes the place of the weight."""
+        while self._copies:
+            copied = self._copies.pop()
+            if copied is not applied:
+                copied.host = copied.host.clone()
+                copied.buffer = HostBuffer(copied.host, name=copied.buffer.name)
 
     def _copied(self, weight: HostWeight, target: torch.device, **kwargs: Any) -> HostWeight:
         _refuse_move(weight, target, self._device)

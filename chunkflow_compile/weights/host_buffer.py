@@ -75,7 +75,8 @@ class Life:
     Weak references go to it and not to the weight, because torch exchanges no tensor that has one (torch.utils.swap_tensors).
     """
 
-    in_store = True
+    def __init__(self) -> None:
+        self.in_store = True
 
 
 class HostBuffer:
@@ -114,6 +115,8 @@ class HostBuffer:
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
         self._store = None
+        if (life := self.life) is not None:
+            del life.in_store
 
     @property
     def name(self) -> str:

@@ -122,7 +122,10 @@ class HostStore:
         self._pending.clear()
         buffers = [buffer for ref in self._buffers.keyrefs() if (buffer := ref()) is not None]
         held = () if self.root is None else leaves_of(self.root)
-        weights = {leaf.buffer: leaf for leaf in held if isinstance(leaf, HostWeight)}
+        weights = dict[HostBuffer, HostWeight]()
+        for leaf in held:  # a view of a weight may be in the model, too
+            if isinstance(leaf, HostWeight) and (leaf.buffer not in weights or leaf.buffer.is_of(leaf)):
+                weights[leaf.buffer] = leaf
         moving_back = moving("bringing weights back", sum(h.nbytes for h in buffers))
         stagings = GpuStagings()
         with torch.inference_mode(False), torch.no_grad(), moving_back as moved:

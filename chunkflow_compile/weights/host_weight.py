@@ -118,6 +118,11 @@ class HostWeight(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        if self._is_view() and _is_for_us():
+            raise ChunkflowError(
+                f"A view of {self.buffer.name} of shape {list(self.shape)} comes into compiled code, but the weight is "
+                "offloaded: pass a copy, view.clone(), or take the view from the weight inside forward."
+            )
         return _INNER, self.device
 
     @staticmethod

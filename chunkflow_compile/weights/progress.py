@@ -12,6 +12,7 @@ import posixpath
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -82,22 +83,23 @@ class CompileProgress:
         self._began = 0.0
         self._bar: tqdm[Any] | None = None
         self._lock = threading.Lock()
-        self._threads = set[int]()  # that are in a call of the model
+        self._threads = Counter[int]()  # the calls of the model that each thread is in: a forward may call its model
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._threads:
                 callback_handler.register_start_callback(self._begins)
                 callback_handler.register_end_callback(self._ends)
-            self._threads.add(threading.get_ident())
+            self._threads[threading.get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._threads.discard(threading.get_ident())
+            self._threads -= Counter([threading.get_ident()])  # keeps no zeros
             if self._threads:
                 return
-            callback_handler.remove_start_callback(self._begins)
-            callback_handler.remove_end_callback(self._ends)
+            # not remove_start_callback: torch._dynamo.reset() may have removed them
+            callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
+            forget_at_end(self._ends)
         if self._bar is not None:
             self._bar.close()
             self._bar = None

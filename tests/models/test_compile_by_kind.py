@@ -168,6 +168,22 @@ def test_progress_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress(monkeypatch, Stack(3)) == ""
 
 
+def test_progress_of_a_model_that_calls_itself() -> None:
+    """And whose compiled code is dropped in a call."""
+
+    class Twice(Stack):
+        def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+            return super().forward(self(x, False) if again else x)
+
+    model, twin = twins(lambda: Twice(3))
+    chunkflow_compile.compile(model, **EAGER)
+    check_steps(model, twin, 2)
+    dropped = model.register_forward_hook(lambda *_: torch.compiler.reset())
+    check_steps(model, twin, 2)
+    dropped.remove()
+    check_steps(model, twin, 1)
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_line_for_each_long_compilation(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -15,14 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from conftest import OPTIONS
+from conftest import OPTIONS, WITHIN
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, replan
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime import bound_cycle
+from chunkflow_compile.runtime.rank_times import RankTimes
+from chunkflow_compile.weights.groups import Group
 
 RANKS = 4
 AFTER = 2
@@ -175,3 +178,19 @@ def differs(rank: int, folder: Path) -> None:
 
 def test_ranks_that_differ_do_not_wait_for_each_other(on_ranks: Callable[..., None], tmp_path: Path) -> None:
     on_ranks(differs, tmp_path, world=RANKS)
+
+
+def test_a_rank_that_comes_late_does_not_plan_alone() -> None:
+    """The times of a rank that goes on without the others are withdrawn; the next ones count for all."""
+    store, within = dist.HashStore(), timedelta(seconds=WITHIN)
+    groups = [Group(store, rank, (0, 1), within) for rank in (0, 1)]
+    early, late = (Timings(problem="p", compute_s=(s,), collective_s=(0.0,), copy_rate=1.0) for s in (1.0, 2.0))
+    for first, second in ((0, 1), (1, 0)):
+        for rank in (first, second):
+            times = RankTimes([groups[rank]], {"calls": (early, late)[rank]})
+            with pytest.raises(ChunkflowError, match=f"rank {1 - rank} runs other calls than this one"):
+                times.read()
+    both = [RankTimes([groups[rank]], {"calls": (early, late)[rank]}) for rank in (0, 1)]
+    for times in both:
+        times.read(wait=True)
+        assert times.timings["calls"] == late and not times.missing

@@ -98,6 +98,35 @@ def test_what_apply_makes_of_a_weight_is_its_value(way: str) -> None:
     check_restored(model, twin)
 
 
+def test_views_and_copies_beside_the_weights() -> None:
+    """A copy that a conversion keeps has memory of its own; a view in the model does not hide its weight from restore, and
+    is no input of compiled code."""
+    model, _ = twins(Stack)
+    with torch.enable_grad():
+        model(torch.randn(4, 8)).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    offload(model, min_bytes=EAGER["min_bytes"])
+    kept: list[torch.Tensor] = []
+    model._apply(lambda t: (kept.append(t.to("cpu", copy=True)), t)[1])
+    before = [copy.clone() for copy in kept]
+    for p in model.parameters():
+        p.mul_(3)
+    assert all(torch.equal(copy, values) for copy, values in zip(kept, before, strict=True))
+    weight = model.blocks[0].up.weight
+    model.blocks[0].register_buffer("view", weight.data[:4])
+    run = torch.compile(lambda x, view: model(x) + view.sum(), backend="chunkflow", options=EAGER)
+    x = torch.randn(4, 8)
+    with pytest.raises(
+        Exception, match=r"A view of blocks.0.up.weight of shape .4, 32. .* pass a copy, view.clone\(\)"
+    ):
+        run(x, weight[:4])
+    assert torch.equal(run(x, weight[:4].clone()), model(x) + weight[:4].sum())
+    restore(model)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert p.grad is not None and torch.equal(p.grad, grad)
+    assert type(model.blocks[0].view) is torch.Tensor and torch.equal(model.blocks[0].view, weight[:4])
+
+
 def test_an_empty_model_is_loaded() -> None:
     """to_empty keeps a model placed; on the meta device its values would be lost, so it is restored before."""
     model, twin = placed("whole")
