@@ -209,7 +209,7 @@ def test_a_plan_of_another_budget_is_made_again(tmp_path: Path, caplog: pytest.L
     other.write_text(file.read_text())
     with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
         assert make_plan(problem, small) == make_plan(problem, small) == expected
-    assert caplog.text.count("more than memory=20000") == 1
+    assert caplog.text.count("more than memory=19.5 KiB") == 1
 
 
 Members = dict[str, bytes]

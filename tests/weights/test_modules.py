@@ -87,15 +87,15 @@ WAYS: dict[str, Callable[[Stack], Call]] = {
 
 
 def assert_streams(model: Stack, run: Call) -> None:
-    """Three steps equal those of a twin, and every large weight streams in each of them."""
+    """Two steps equal those of a twin, and every large weight streams in each of them; the third begins a cycle of blocks."""
     twin = stack()
-    for _ in range(3):
+    for _ in range(2):
         x = torch.randn(4, 8)
         torch.testing.assert_close(run(x), twin(x))
     assert [p.root for p in placements_of(model)] == [model], "one placement for all blocks"
     for session in programs(model):
         session.executor.device.copy.synchronize()
-        assert [m.moved_bytes for m in session.measurements] == [session.plan.moved_bytes] * 3
+        assert [m.moved_bytes for m in session.measurements] == [session.plan.moved_bytes] * 2
         assert session.executor.traffic.copied_bytes >= session.plan.moved_bytes > 0
     assert sum(w.nbytes for session in programs(model) for w in session.plan.streamed) == LARGE
 
