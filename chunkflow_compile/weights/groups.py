@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 # Between two looks for what a rank posts, which takes it a planning of a second or two.
 _PAUSE_S = 0.01
-# In the place of a value that a rank has posted for nothing.
-_WITHDRAWN = "withdrawn"
+# In JSON, in the place of a value that a rank has posted for nothing.
+_WITHDRAWN = "null"
 
 # Backends of process groups of real ranks, whose store all of them can reach.
 _REAL = ("gloo", "nccl")
@@ -58,16 +58,17 @@ class Group:
         return key
 
     def posted(self, key: str, seconds: float = 0.0) -> dict[int, Any]:
-        """Rank -> the value that it has posted, of all that have; waits at most ``seconds`` for the others.
+        """Rank -> the value that it has posted, of all that have; None if it has withdrawn it.
 
+        Waits at most ``seconds`` for the others.
         Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
         to it.
         """
         keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
         with reached("ranks compare their times"):
-            while len(values := self._values(keys)) < len(keys) and time.monotonic() < deadline:
+            while not (complete := _complete(values := self._values(keys), keys)) and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
-            if len(values) < len(keys):
+            if not complete:
                 self.store.set(keys[self.rank], _WITHDRAWN)
                 self.store.add(f"{key.rpartition('/')[0]}/count/{self.rank}", -1)
             elif self.store.add(f"{key}/read", 1) == len(keys):
@@ -77,9 +78,13 @@ class Group:
         return values
 
     def _values(self, keys: Mapping[int, str]) -> dict[int, Any]:
-        """Rank -> the value under its key, of those that have posted one and not withdrawn it."""
-        texts = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
-        return {rank: json.loads(text) for rank, text in texts.items() if text != _WITHDRAWN.encode()}
+        """Rank -> the value under its key, of those that have one."""
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+
+
+def _complete(values: Mapping[int, Any], ranks: Collection[int]) -> bool:
+    """Whether each of ``ranks`` has posted a value and not withdrawn it."""
+    return len(values) == len(ranks) and None not in values.values()
 
 
 @contextlib.contextmanager
