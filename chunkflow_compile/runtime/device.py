@@ -12,6 +12,7 @@ import torch.distributed as dist
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.weights.bytes import copy_host_bytes
+from chunkflow_compile.weights.host_weight import with_index
 from chunkflow_compile.weights.source import Source, take
 
 from .cuda import CudaDevice
@@ -117,10 +118,10 @@ def check_device(given: torch.device | str) -> torch.device:
         raise ChunkflowError(
             f"There is no {device}: this torch ({torch.__version__}) {_why_none()}. Run chunkflow doctor, or stay on the cpu."
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ChunkflowError(f"There is no cuda:{index}: this process sees {torch.cuda.device_count()} GPUs.")
-    return torch.device("cuda", index)
+    device = with_index(device)
+    if device.index >= torch.cuda.device_count():
+        raise ChunkflowError(f"There is no {device}: this process sees {torch.cuda.device_count()} GPUs.")
+    return device
 
 
 def _why_none() -> str:

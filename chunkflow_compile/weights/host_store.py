@@ -67,8 +67,12 @@ class HostStore:
     @property
     def buffers(self) -> list[HostBuffer]:
         """The buffers of the weights that still exist, oldest first."""
+        return [buffer for buffer in self._kept() if buffer.lasts_in(self)]
+
+    def _kept(self) -> list[HostBuffer]:
+        """All buffers of the store, oldest first, also of weights that were exchanged or dropped."""
         found = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
-        return [buffer for buffer in found if buffer is not None and buffer.lasts_in(self)]
+        return [buffer for buffer in found if buffer is not None]
 
     @property
     def pinned_bytes(self) -> int:
@@ -120,7 +124,7 @@ class HostStore:
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         self._pending.clear()
-        buffers = [buffer for ref in self._buffers.keyrefs() if (buffer := ref()) is not None]
+        buffers = self._kept()
         held = () if self.root is None else leaves_of(self.root)
         weights = dict[HostBuffer, HostWeight]()
         for leaf in held:  # a view of a weight may be in the model, too
