@@ -363,10 +363,10 @@ class _Run:
             name = self.simulator.problem.collectives[index].name
             self.step.spans.append(("collective", name, self.collective_start, self.now))
         self.engine = False
-        if self.held:
-            self._go_on()
         if self.collectives:
             self._start_collective()
+        if self.held:
+            self._go_on()
 
     def _timeline(self, length: float) -> Timeline:
         step = self.step

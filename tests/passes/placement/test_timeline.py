@@ -87,6 +87,11 @@ def test_a_latency_leaves_the_engine_to_copies() -> None:
         found = on_engines(problem([1, 9, 9], [weight(0, chunks * CHUNK, (2,))], [(1, 2)]), until=2)
         played = play(found, {"w0": (1,) * chunks}, collective_latency_s=3 * US)
         assert played.inflation_s == pytest.approx(inflation * US, abs=1e-15)
+    # The first collective waits for the copy of 4 until 5 and ends at 7; the copy of 2 goes in the latency of the second.
+    weights = [weight(0, 4 * CHUNK, (2,)), weight(1, 2 * CHUNK, (2,))]
+    found = on_engines(problem([1, 9, 9], weights, [(1, 2), (1, 2)]), until=2)
+    played = play(found, {"w0": (1,) * 4, "w1": (1,) * 2}, collective_latency_s=3 * US)
+    assert played.slack["w1"] == pytest.approx(3 * US) and played.exposed_s == 0
 
 
 def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
