@@ -1,41 +1,27 @@
 """Timeline: play a schedule on a hardware profile, as a discrete-event simulation, until its steps repeat.
 
-There are four lanes.  *Compute* runs the items in order, as a device stream does.  *Collective* runs collectives one
-at a time, in the order of their start.  *Copy* runs chunks one at a time, in the order of issue; a chunk is issued when
-compute reaches its prefetch.  *Read* reads weights on the drive one at a time, in the order of their copies, ahead of
-them as far as the ring in host memory has room; a copy begins when its bytes are read.
-
-On a shared link, a copy and the bytes of a collective in flight together slow each other down by the profile's
-factors: 2 for both is a fair share of a link that either fills alone. A collective begins with its latency, in which
-ranks meet and nothing crosses the link. A copy in flight stretches compute, and this latency, by the profile's
-factor.
-
-A collective on copy engines and the copies of weights take the engine in turns: the collective waits for the copy under
-way, and no copy begins before its bytes are through.
-
-The timeline knows no policy: it sees only the schedule.
+Compute runs the items in order, as a device stream does, and issues copies and collectives on its way.  What each of
+them occupies, and how they meet, is in ``resources.py``.  The timeline knows no policy: it sees only the schedule.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
+from chunkflow_compile.passes.plan import Lane, Plan, Span
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.ring import ring_bytes, room
 
+from .resources import IDLE, Drive, Phase, Queue, Transfer, stretches
 from .schedule import Await, Collect, Compute, ScheduleItem, Wait, schedule, transfers_of
 
 # A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
 MOST_STEPS = 12
 _SETTLED = 1e-9
-_NEVER = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +65,13 @@ class Simulator:
             self.compute_s = timings.regions(problem, self.hardware)
             self.collective_s = timings.collectives(problem, self.collective_s)
         self.by_engine = [c.engine == "copy" for c in problem.collectives]
-        self.link_s = [min(alone, link) for alone, link in zip(self.collective_s, crossing, strict=True)]
+        self.link_s = [min(s, link) for s, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         self.drive = {w.name for w in problem.weights if w.drive}
 
     @property
     def taking_the_link(self) -> frozenset[str]:
-        """The collectives that copies are slower beside: on a shared link all, else those on copy engines."""
+        """The collectives that slow or hold copies in flight: on a shared link all, else those on copy engines."""
         shared = self.hardware.shared_link
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
@@ -100,13 +86,20 @@ class Simulator:
         return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
-        """Seconds that chunks ``[first, end)`` of a weight take alone on the link."""
-        alone = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
-        return self.strain * alone
+        """Seconds that chunks ``[first, end)`` of a weight take with nothing else on the link."""
+        seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
+        return self.strain * seconds
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:
         """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if it is in host memory."""
         return self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if weight in self.drive else 0.0
+
+    def transfer(self, op: Prefetch) -> Transfer:
+        """What a prefetch occupies."""
+        nbytes = self.nbytes(op.weight, op.first, op.end)
+        copy_s = self.copy_seconds(op.weight, op.first, op.end)
+        read_s = self.read_seconds(op.weight, op.first, op.end) if op.weight in self.drive else None
+        return Transfer(op, nbytes, copy_s, read_s)
 
     def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
@@ -136,237 +129,190 @@ class _Run:
     def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], spans: bool) -> None:
         self.simulator = simulator
         self.spans = spans
-        self.items = items
-        hardware = simulator.hardware
-        self.copy_factor = hardware.copy_slowdown if hardware.shared_link else 1.0
-        self.collective_factor = hardware.collective_slowdown if hardware.shared_link else 1.0
-        self.compute_factor = hardware.compute_slowdown
+        self.stretch = stretches(simulator.hardware)
+        self.items = [simulator.transfer(item) if isinstance(item, Prefetch) else item for item in items]
+        transfers = [item for item in self.items if isinstance(item, Transfer)]
+        self.copies: Queue[Transfer] = Queue()
+        self.collectives: Queue[int] = Queue()
+        self.phase: Phase = "latency"  # of the first collective
+        self.drive = Drive([t for t in transfers if t.read_s is not None])
         self.now = 0.0
-        self.compute_end = _NEVER  # of the region under way
+        self.region_end = IDLE  # of the region under way
         self.step = _StepSums(0.0)
-        self.live = 0
+        # Bytes of streamed weights: of each weight in a step, and those in slots now.
         self.streamed: dict[str, int] = {}
-        # Copy lane: what is queued, the seconds left of the first, and the newest issue of each weight.
-        self.copies: deque[tuple[Prefetch, float, int, int | None]] = deque()
-        self.copy_left = 0.0
-        self.copy_start = 0.0
-        self.issued = self.arrived = 0
-        self.newest: dict[str, int] = {}
-        self.arrival: dict[int, float] = {}
-        # Read lane: the copies that read the drive, in order, those of a cold start before the steps; how many of them are
-        # issued and read; the seconds left of the next one; the bytes in the ring.
-        drive = [op for op in items if isinstance(op, Prefetch) and op.weight in simulator.drive]
-        self.cold_reads, self.reads = [op for op in drive if op.next_step], drive
-        self.most_ring = ring_bytes([simulator.nbytes(op.weight, op.first, op.end) for op in drive])
-        self.reads_issued = self.reads_done = 0
-        self.read_left = _NEVER
-        self.read_start = 0.0
-        self.ring = 0
-        self.unread = False  # the first copy waits for its bytes
-        self.held = False  # the first copy waits for the engine
-        self.engine = False  # a collective has the engine
-        # Collective lane: what is queued, and the seconds left of the first, in its latency and on the link.
-        self.collectives: deque[int] = deque()
-        self.latency_left = 0.0
-        self.collective_left = 0.0
-        self.collective_start = 0.0
-        self.started: dict[int, int] = {}
-        self.finished: dict[int, int] = {}
+        for transfer in transfers:
+            weight = transfer.op.weight
+            self.streamed[weight] = self.streamed.get(weight, 0) + transfer.nbytes
+        self.live = 0
+        self.arrival: dict[str, float] = {}
 
     def play(self) -> Timeline:
+        self.drive.begin(self.now)
         for item in self.items:
-            if isinstance(item, Prefetch):
-                nbytes = self.simulator.nbytes(item.weight, item.first, item.end)
-                self.streamed[item.weight] = self.streamed.get(item.weight, 0) + nbytes
-        self._start_read()
-        for item in self.items:
-            if isinstance(item, Prefetch) and item.next_step:
+            if isinstance(item, Transfer) and item.op.next_step:
                 self._issue(item)
         previous: tuple[float, ...] = ()
         for _ in range(MOST_STEPS):
-            self.step = _StepSums(self.now)
-            self.step.peak = self.live
+            self.step = _StepSums(self.now, peak=self.live)
             for item in self.items:
                 self._run(item)
             # A copy that ends with the step belongs to it, despite rounding errors.
-            if self.copying and self.copy_left <= _SETTLED * self.copies[0][1]:
+            if self.copying and self.copies.left <= _SETTLED * self.copies.ops[0].copy_s:
                 self._end_copy()
             length = self.now - self.step.start
             # Compare more than the length: if collectives determine it, it settles while copies still catch up.
-            read_left = 0.0 if self.read_left == _NEVER else self.read_left
+            left = [0.0 if lane.left == IDLE else lane.left for lane in (self.copies, self.drive)]
             sums = (self.step.exposed, self.step.copy, self.step.inflation)
-            state = (length, *sums, self.copy_left, len(self.copies), read_left, self.ring)
+            state = (length, *sums, *left, len(self.copies.ops), self.drive.used)
             if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
             previous = state
         return self._timeline(length)
 
-    def _run(self, item: ScheduleItem) -> None:
-        step = self.step
-        if isinstance(item, Prefetch):
+    def _run(self, item: ScheduleItem | Transfer) -> None:
+        if isinstance(item, Transfer):
             self._issue(item)
         elif isinstance(item, Wait):
-            wanted = self.newest.get(item.weight, 0)
-            reached = self.now
-            while self.arrived < wanted:
-                self._advance()
-            waited = self.now - reached
-            step.exposed += waited
-            if waited and self.spans:
-                step.spans.append(("barrier" if item.barrier else "stall", item.weight, reached, self.now))
-            if not item.barrier:
-                step.slack[item.weight] = -waited if waited else reached - self.arrival.get(wanted, reached)
+            self._wait(item)
         elif isinstance(item, Compute):
-            start = self.now
-            self.compute_end = start + self.simulator.compute_s[item.region] * (
-                self.compute_factor if self.copying else 1
-            )
-            while self.now < self.compute_end:
-                self._advance()
-            self.compute_end = _NEVER
-            step.compute += self.now - start
-            if self.spans:
-                step.spans.append(("compute", self.simulator.problem.regions[item.region].name, start, self.now))
+            self._compute(item.region)
         elif isinstance(item, Collect):
-            self.started[item.collective] = self.started.get(item.collective, 0) + 1
-            self.collectives.append(item.collective)
-            if len(self.collectives) == 1:
+            self.collectives.issue(item.collective, item.collective)
+            if len(self.collectives.ops) == 1:
                 self._start_collective()
         elif isinstance(item, Await):
-            while self.finished.get(item.collective, 0) < self.started.get(item.collective, 0):
-                self._advance()
+            self._advance_to(self.collectives, item.collective)
         else:
             self.live -= self.streamed[item.weight]
 
-    def _issue(self, op: Prefetch) -> None:
-        self.issued += 1
-        self.newest[op.weight] = self.issued
-        seconds = self.simulator.copy_seconds(op.weight, op.first, op.end)
-        read = self.reads_issued if op.weight in self.simulator.drive else None
-        self.reads_issued += read is not None
-        self.copies.append((op, seconds, self.issued, read))
-        if len(self.copies) == 1:
-            self._start_copy()
+    def _issue(self, transfer: Transfer) -> None:
+        self.copies.issue(transfer, transfer.op.weight)
+        self._start_copy()
+
+    def _wait(self, item: Wait) -> None:
+        reached, step = self.now, self.step
+        self._advance_to(self.copies, item.weight)
+        waited = self.now - reached
+        step.exposed += waited
+        if waited and self.spans:
+            step.spans.append(("barrier" if item.barrier else "stall", item.weight, reached, self.now))
+        if not item.barrier:
+            step.slack[item.weight] = -waited if waited else reached - self.arrival.get(item.weight, reached)
+
+    def _compute(self, region: int) -> None:
+        start = self.now
+        stretched = self.stretch["region", "copy"] if self.copying else 1
+        self.region_end = start + self.simulator.compute_s[region] * stretched
+        while self.now < self.region_end:
+            self._advance()
+        self.region_end = IDLE
+        self.step.compute += self.now - start
+        if self.spans:
+            self.step.spans.append(("compute", self.simulator.problem.regions[region].name, start, self.now))
+
+    def _advance_to(self, queue: Queue[Transfer] | Queue[int], name: str | int) -> None:
+        """Advance to the end of the newest op of a weight or collective."""
+        number = queue.newest.get(name, 0)
+        while queue.ended < number:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Advance to the next end: of the region under way, or of what is first in a queue."""
+        copies, collectives, drive = self.copies, self.collectives, self.drive
+        copying = copies.left != IDLE
+        slower_copy = slower_collective = 1.0
+        if copying and collectives.left != IDLE:
+            slower_copy = self.stretch.get(("copy", self.phase), 1.0)
+            slower_collective = self.stretch[self.phase, "copy"]
+        copy_s, collective_s = copies.left * slower_copy, collectives.left * slower_collective
+        region_s, read_s = self.region_end - self.now, drive.left
+        delta = min(copy_s, collective_s, region_s, read_s)
+        self.now = self.region_end if delta == region_s else self.now + delta
+        if copying:
+            self.step.copy += delta
+        copies.left -= delta / slower_copy
+        collectives.left -= delta / slower_collective
+        drive.left -= delta
+        if copy_s == delta:
+            self._end_copy()
+        if read_s == delta:
+            self._end_read()
+        if collective_s == delta:
+            self._end_phase()
+        if self.copying != copying:  # the rest of the region runs at another rate
+            stretched, left = self.stretch["region", "copy"], self.region_end - self.now
+            self.region_end = self.now + (left * stretched if self.copying else left / stretched)
 
     @property
     def copying(self) -> bool:
-        return bool(self.copies) and not self.unread and not self.held
+        return self.copies.left != IDLE
 
     @property
-    def wants_engine(self) -> bool:
-        """Whether the first collective is to move its bytes by the engine, and its latency is over."""
-        return bool(self.collectives) and self.simulator.by_engine[self.collectives[0]] and self.latency_left <= 0
+    def _wants_engine(self) -> bool:
+        """Whether the first collective has, or waits for, the copy engine."""
+        if self.phase == "latency" or not self.collectives.ops:
+            return False
+        return self.simulator.by_engine[self.collectives.ops[0]]
 
     def _start_copy(self) -> None:
-        op, self.copy_left, _, read = self.copies[0]
-        self.unread = read is not None and read >= self.reads_done
-        self.held = self.wants_engine
-        if self.unread or self.held:
+        """Start the first copy, if it waits, its bytes are read and the engine is free."""
+        if self.copying or not self.copies.ops:
             return
-        self.copy_start = self.now
-        self.live += self.simulator.nbytes(op.weight, op.first, op.end)
+        transfer = self.copies.ops[0]
+        if self._wants_engine or (transfer.read_s is not None and not self.drive.ready):
+            return
+        self.copies.start, self.copies.left = self.now, transfer.copy_s
+        self.live += transfer.nbytes
         self.step.peak = max(self.step.peak, self.live)
 
-    def _start_read(self) -> None:
-        """Read the next bytes, if there is room for them in the ring."""
-        if self.read_left != _NEVER or not self.reads:
-            return
-        op = self._read_op(self.reads_done)
-        taken = room(self.simulator.nbytes(op.weight, op.first, op.end))
-        if not self.ring or self.ring + taken <= self.most_ring:
-            self.ring += taken
-            self.read_start = self.now
-            self.read_left = self.simulator.read_seconds(op.weight, op.first, op.end)
-
-    def _read_op(self, number: int) -> Prefetch:
-        if number < len(self.cold_reads):
-            return self.cold_reads[number]
-        return self.reads[(number - len(self.cold_reads)) % len(self.reads)]
+    def _end_copy(self) -> None:
+        transfer = self.copies.end()
+        self.arrival[transfer.op.weight] = self.now
+        if self.spans:
+            self.step.spans.append(("copy", transfer.name, self.copies.start, self.now))
+        if transfer.read_s is not None:
+            self.drive.release(transfer)
+            self.drive.begin(self.now)
+        if self._wants_engine:
+            self._start_exchange()
+        self._start_copy()
 
     def _end_read(self) -> None:
+        start, transfer = self.drive.start, self.drive.end()
         if self.spans:
-            op = self._read_op(self.reads_done)
-            self.step.spans.append(("read", span_name(op.weight, op.first, op.end), self.read_start, self.now))
-        self.reads_done += 1
-        self.read_left = _NEVER
-        self._start_read()
-        if self.unread:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Start the copy that waited, which stretches the region under way from here on."""
+            self.step.spans.append(("read", transfer.name, start, self.now))
+        self.drive.begin(self.now)
         self._start_copy()
-        if self.copying:
-            self.compute_end = self.now + (self.compute_end - self.now) * self.compute_factor
 
     def _start_collective(self) -> None:
-        first = self.collectives[0]
-        self.collective_left = self.simulator.link_s[first]
-        self.latency_left = self.simulator.collective_s[first] - self.collective_left
-        self.collective_start = self.now
-        self.engine = self.wants_engine and not self.copying
+        first = self.collectives.ops[0]
+        self.phase = "latency"
+        self.collectives.start = self.now
+        self.collectives.left = self.simulator.collective_s[first] - self.simulator.link_s[first]
+        if not self.collectives.left:
+            self._start_exchange()
 
-    def _advance(self) -> None:
-        """Advance to the next end: of the region under way, the first copy, the first collective or its latency."""
-        copying, latency = self.copying, self.latency_left > 0
-        collecting = bool(self.collectives) and (self.engine or not self.wants_engine)
-        both = copying and collecting and not latency
-        copy_factor = self.copy_factor if both else 1.0
-        collective_factor = self.collective_factor if both else 1.0
-        if latency:
-            collective_factor = self.compute_factor if copying else 1.0
-        copy_end = self.copy_left * copy_factor if copying else _NEVER
-        left = self.latency_left if latency else self.collective_left
-        collective_end = left * collective_factor if collecting else _NEVER
-        compute_end = self.compute_end - self.now
-        delta = min(copy_end, collective_end, compute_end, self.read_left)
-        self.now = self.compute_end if delta == compute_end else self.now + delta
-        if copying:
-            self.step.copy += delta
-            self.copy_left -= delta / copy_factor
-        read_ends = self.read_left == delta
-        self.read_left -= delta
-        if copying and copy_end == delta:
-            self._end_copy()
-        if read_ends:
-            self._end_read()
-        if latency:
-            self.latency_left = 0.0 if collective_end == delta else left - delta / collective_factor
-            self.engine = self.wants_engine and not self.copying
-        elif collecting:
-            self.collective_left -= delta / collective_factor
-            if collective_end == delta:
-                self._end_collective()
+    def _start_exchange(self) -> None:
+        """The latency is over: the bytes of the first collective cross the link, once they have what they occupy."""
+        self.phase = "exchange"
+        waits = self._wants_engine and self.copying
+        self.collectives.left = IDLE if waits else self.simulator.link_s[self.collectives.ops[0]]
 
-    def _end_copy(self) -> None:
-        op, _, number, read = self.copies.popleft()
-        self.arrived = number
-        self.arrival[number] = self.now
-        if self.spans:
-            self.step.spans.append(("copy", span_name(op.weight, op.first, op.end), self.copy_start, self.now))
-        if read is not None:
-            self.ring -= room(self.simulator.nbytes(op.weight, op.first, op.end))
-            self._start_read()
-        self.engine = self.wants_engine
-        if self.copies:
-            self._start_copy()
-        if not self.copying and self.compute_factor > 1:  # the rest of the region runs at full speed
-            self.compute_end = self.now + (self.compute_end - self.now) / self.compute_factor
-
-    def _end_collective(self) -> None:
-        index = self.collectives.popleft()
-        self.finished[index] = self.finished.get(index, 0) + 1
-        took = self.now - self.collective_start
+    def _end_phase(self) -> None:
+        if self.phase == "latency":
+            self._start_exchange()
+            return
+        index = self.collectives.end()
+        took = self.now - self.collectives.start
         self.step.collective += took
         self.step.inflation += took - self.simulator.collective_s[index]
         if self.spans:
             name = self.simulator.problem.collectives[index].name
-            self.step.spans.append(("collective", name, self.collective_start, self.now))
-        self.engine = False
-        if self.collectives:
+            self.step.spans.append(("collective", name, self.collectives.start, self.now))
+        if self.collectives.ops:
             self._start_collective()
-        if self.held:
-            self._go_on()
+        self._start_copy()
 
     def _timeline(self, length: float) -> Timeline:
         step = self.step

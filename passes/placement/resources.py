@@ -1,0 +1,126 @@
+"""Resources: the machine as a table of what ops occupy, and how two uses of a resource meet.
+
+    resource      occupied by                          how uses meet
+    SMs           regions; the latency of a            regions one after the other; a copy in flight stretches regions
+                  collective, in which ranks meet      and latencies by ``compute_slowdown``
+    collectives   collectives                          one at a time, in the order of their start
+    link          copies; the bytes of a collective    at once: a collective stretches a copy by ``copy_slowdown``, a copy
+                                                       a collective by ``collective_slowdown``; 2 for both is a fair share
+                                                       of a link that either fills alone, 1 for both a link for each
+    copy engine   copies; the bytes of a collective    one at a time: copies in the order of issue; a collective waits for
+                  by such an engine; a user's copies   the copy under way, and goes before the next
+    drive         reads                                one at a time, in the order of their copies
+    ring          a read, until its copy has ended     as many as have room, at least one; a copy waits for its read
+
+A user's own copies to the device queue with ours (docs/benchmarks/h200.md).  No profile says when they come, so the
+timeline plays none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle
+from typing import Generic, Literal, TypeVar
+
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.plan import span_name
+from chunkflow_compile.passes.ring import ring_bytes, room
+
+IDLE = float("inf")
+
+# What occupies a resource.  A collective is a latency, then an exchange of bytes.
+Use = Literal["region", "latency", "exchange", "copy"]
+Phase = Literal["latency", "exchange"]
+Op = TypeVar("Op")
+
+
+def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
+    """The factor by which the first of two uses takes longer while the second is in flight, for pairs that meet."""
+    return {
+        ("region", "copy"): hardware.compute_slowdown,
+        ("latency", "copy"): hardware.compute_slowdown,
+        ("exchange", "copy"): hardware.collective_slowdown,
+        ("copy", "exchange"): hardware.copy_slowdown,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """What a prefetch occupies: the drive for ``read_s`` seconds, None if the weight is in host memory; then the copy engine
+    and the link for ``copy_s``."""
+
+    op: Prefetch
+    nbytes: int
+    copy_s: float
+    read_s: float | None
+
+    @property
+    def name(self) -> str:
+        return span_name(self.op.weight, self.op.first, self.op.end)
+
+
+class Queue(Generic[Op]):
+    """Ops that occupy a resource one at a time, in the order of issue.
+
+    ``left``: seconds that the first still takes with nothing else in flight, IDLE if there is none or it waits for another
+    resource.  ``newest``: weight or collective -> the number of its newest op.
+    """
+
+    def __init__(self) -> None:
+        self.ops: deque[Op] = deque()
+        self.issued = self.ended = 0
+        self.newest: dict[str | int, int] = {}
+        self.start = 0.0
+        self.left = IDLE
+
+    def issue(self, op: Op, name: str | int) -> None:
+        self.ops.append(op)
+        self.issued += 1
+        self.newest[name] = self.issued
+
+    def end(self) -> Op:
+        self.ended += 1
+        self.left = IDLE
+        return self.ops.popleft()
+
+
+class Drive:
+    """Reads ahead into the ring: first for the copies of a cold start, then for those of each step.
+
+    ``next``: what is read, or waits for room.  ``left``: seconds of it, IDLE while it waits.  ``used``: bytes of the ring.
+    ``ready``: reads that have ended before their copies.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        """``transfers``: of one step, those that read the drive."""
+        self._order = chain((t for t in transfers if t.op.next_step), cycle(transfers))
+        self._capacity = ring_bytes([t.nbytes for t in transfers])
+        self.next = next(self._order, None)
+        self.used = self.ready = 0
+        self.start = 0.0
+        self.left = IDLE
+
+    def begin(self, now: float) -> None:
+        """Begin the next read, if none is under way and the ring has room."""
+        if self.left != IDLE or self.next is None:
+            return
+        taken = room(self.next.nbytes)
+        if not self.used or self.used + taken <= self._capacity:
+            self.used += taken
+            self.start, self.left = now, self.next.read_s or 0.0
+
+    def end(self) -> Transfer:
+        read = self.next
+        assert read is not None
+        self.ready += 1
+        self.left = IDLE
+        self.next = next(self._order)
+        return read
+
+    def release(self, transfer: Transfer) -> None:
+        """Free the room of a transfer whose copy has ended."""
+        self.ready -= 1
+        self.used -= room(transfer.nbytes)
