@@ -73,10 +73,10 @@ def written_by(node: Node) -> list[Node]:
     """The operands that a kernel writes in place; all tensors where Triton cannot tell.  None for other nodes."""
     if not is_kernel_call(node) or returns_copies(node):
         return []
-    found: list[Node] = []
+    written: list[Node] = []
     operands: Any = node.kwargs["kwargs"]
     numbers: Any = [node.kwargs[name] for name in _NUMBERS]
     values = map_arg(operands, lambda n: n.meta["val"])
     names = get_mutated_tensors(numbers[0], numbers[1], values, node.kwargs["tma_descriptor_metadata"])  # type: ignore[arg-type]
-    map_arg([operands[name] for name in names], found.append)
-    return found
+    map_arg([operands[name] for name in names], written.append)
+    return written

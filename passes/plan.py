@@ -180,12 +180,12 @@ class Plan:
     @cached_property
     def drive_rate(self) -> float | None:
         """The rate in bytes/s at which the drive is expected to read; None if it reads nothing."""
-        known, nbytes, seconds = {w.name: w for w in self.weights}, 0, 0.0
-        for found in self.predicted.spans if self.predicted is not None else ():
-            if found.lane == "read":
-                name, first, end = span_chunks(found.name)
-                begin, stop = self.span(known[name], first, end)
-                nbytes, seconds = nbytes + stop - begin, seconds + found.end - found.start
+        weights, nbytes, seconds = {w.name: w for w in self.weights}, 0, 0.0
+        for span in self.predicted.spans if self.predicted is not None else ():
+            if span.lane == "read":
+                name, first, end = span_chunks(span.name)
+                begin, stop = self.span(weights[name], first, end)
+                nbytes, seconds = nbytes + stop - begin, seconds + span.end - span.start
         return nbytes / seconds if seconds else None
 
     def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:

@@ -48,20 +48,20 @@ def _parse(name: str) -> Arm:
     policy, at, share = name.partition("@")
     if policy in (MISJUDGED, REPLANNED) and not at:
         return Arm(name, "chunkflow")
-    found = next((p for p in POLICIES if p == policy), None)
-    budgeted = found in BUDGETED
-    if found is None or (at and not budgeted) or (found == "layerwise-prefix" and not at):
+    parsed = next((p for p in POLICIES if p == policy), None)
+    budgeted = parsed in BUDGETED
+    if parsed is None or (at and not budgeted) or (parsed == "layerwise-prefix" and not at):
         raise ChunkflowError(
             f"--arms: there is no arm {name!r}. Use {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
             f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
             f"blocks; with --device cuda also {', '.join(PEER_ARMS)}."
         )
     if not at:
-        return Arm(name, found)
+        return Arm(name, parsed)
     percent = share.removesuffix("%")
     if not percent.isdigit() or int(percent) > 100:
         raise ChunkflowError(f"--arms {name}: {share!r} is not a share of the blocks; write {policy}@40%.")
-    return Arm(name, found, int(percent) / 100)
+    return Arm(name, parsed, int(percent) / 100)
 
 
 def settings_of(

@@ -54,7 +54,7 @@ class LinkLoad:
         """
         weights = sum(w.nbytes for w in problem.weights if w.keep is None)
         exchanged = sum(c.nbytes for c in problem.collectives)
-        alone = self.compute_s + len(problem.collectives) * EXCHANGE_S
+        uncontended_s = self.compute_s + len(problem.collectives) * EXCHANGE_S
         needed = weights + exchanged * (1 - self.share)
         if needed <= 0:
             most = 1 + weights / exchanged
@@ -62,7 +62,7 @@ class LinkLoad:
                 f"A load of {self.share} cannot be reached: on any link, that of this model is below {most:.2f}. "
                 "Give a smaller load."
             )
-        return needed / (self.share * alone)
+        return needed / (self.share * uncontended_s)
 
 
 @dataclass(frozen=True)

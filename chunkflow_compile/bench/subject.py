@@ -46,14 +46,14 @@ def _model_and_inputs(job: Job, device: torch.device) -> tuple[nn.Module, Callab
         return small_model(regime.family, regime.size), lambda step: small_inputs(
             regime.family, regime.size, step + REHEARSAL
         )
-    made, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
-    return made, lambda step: _inputs_of_step(given, step)
+    model, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
+    return model, lambda step: _inputs_of_step(given, step)
 
 
 def first(output: Any) -> torch.Tensor:
     """The first tensor of a model's output: a tensor, a tuple, or an output class of diffusers."""
-    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
-    return found
+    tensor: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return tensor
 
 
 def _split(job: Job, model: nn.Module) -> nn.Module:

@@ -49,7 +49,7 @@ class BenchRecord:
     @property
     def quartiles_s(self) -> dict[str, tuple[float, float]]:
         """The first and third quartiles of each arm's steps."""
-        return {name: _quartiles(found) for name, found in self.steps_s.items()}
+        return {name: _quartiles(steps) for name, steps in self.steps_s.items()}
 
     @property
     def off(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     """The record of a job: medians over the steps, of the slowest rank."""
     arms = {name: [rank.arms[name] for rank in ranks] for name in ranks[0].arms}
     ran = {name: [run.program for run in arm if run.program is not None] for name, arm in arms.items()}
-    programs = {name: found for name, found in ran.items() if found}
+    programs = {name: runs for name, runs in ran.items() if runs}
     total = ranks[0].total_bytes
     base = _collective_seconds(programs[RESIDENT]) if RESIDENT in programs else None
     measured = {name: _measured_record(arm, ran[name], total) for name, arm in arms.items()}
@@ -96,13 +96,13 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     return BenchRecord(
         record=ComparisonRecord(model=_title(job), degree=job.ranks, arms=measured),
         settings={name: arm[0].settings for name, arm in arms.items()},
-        predicted={name: _predicted(found, total) for name, found in programs.items()},
+        predicted={name: _predicted(runs, total) for name, runs in programs.items()},
         steps_s={
             name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in arms.items()
         },
-        inflation={name: _collective_seconds(found) / base - 1 if base else None for name, found in programs.items()},
+        inflation={name: _collective_seconds(runs) / base - 1 if base else None for name, runs in programs.items()},
         host_s={name: max(median(r.host_s) for r in arm) for name, arm in arms.items()},
-        copy_rate={name: _copy_rate(found) for name, found in programs.items()},
+        copy_rate={name: _copy_rate(runs) for name, runs in programs.items()},
         peak_bytes={name: arm[0].peak_bytes for name, arm in arms.items()},
         difference={name: arm[0].difference for name, arm in arms.items()},
         link=max(links, key=lambda link: abs(link.shared / link.requested - 1), default=None),
@@ -122,37 +122,39 @@ def _title(job: Job) -> str:
     return f"{job.regime.family}, {blocks}, {size.heads * size.head_dim} wide, random weights{link}"
 
 
-def conditions(job: Job, found: BenchRecord) -> str:
+def conditions(job: Job, record: BenchRecord) -> str:
     """The lines above the table: model, ranks, device, and the emulated link."""
     stood = " (one process stands for all)" if job.processes < job.ranks else ""
-    machine = f" ({found.machine})" if job.device == "cuda" else ""
+    machine = f" ({record.machine})" if job.device == "cuda" else ""
     text = (
-        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
-        f"medians of {found.steps} {f'turns of {job.turn} steps in a row' if job.turn > 1 else 'steps'}, slowest rank"
+        f"{record.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
+        f"medians of {record.steps} {f'turns of {job.turn} steps in a row' if job.turn > 1 else 'steps'}, slowest rank"
     )
-    return "\n".join([text, *(str(line) for line in (found.link, found.load) if line is not None)])
+    return "\n".join([text, *(str(line) for line in (record.link, record.load) if line is not None)])
 
 
-def bench_table(found: BenchRecord) -> str:
+def bench_table(record: BenchRecord) -> str:
     """The table, one row per arm, measured beside predicted."""
-    arms = found.record.arms
+    arms = record.record.arms
     columns: dict[str, dict[str, object]] = {
-        "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in found.quartiles_s.items()}
+        "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in record.quartiles_s.items()}
     }
     for base in (RESIDENT, "layerwise"):
         if base in arms:
-            columns[f"to {base}"] = {n: f"{found.ratio(n, base):.3f}" for n in arms}
-    if any(x is not None for x in found.inflation.values()):
-        columns["collectives inflated"] = {n: _percent(x) for n, x in found.inflation.items()}
-    if any(peak is not None for peak in found.peak_bytes.values()):
-        columns["peak"] = {n: size(peak) for n, peak in found.peak_bytes.items()}
-        columns["host"] = {n: seconds(s) for n, s in found.host_s.items()}
-        columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in found.copy_rate.items()}
-        columns["differs by"] = {n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in found.difference.items()}
-    columns["predicted step"] = {n: seconds(a.step_s) for n, a in found.predicted.items()}
-    columns["off"] = {n: _percent(found.off.get(n)) for n in found.predicted}
-    columns["predicted wait"] = {n: seconds(a.exposed_h2d_s) for n, a in found.predicted.items()}
-    return table(found.record, columns)
+            columns[f"to {base}"] = {n: f"{record.ratio(n, base):.3f}" for n in arms}
+    if any(x is not None for x in record.inflation.values()):
+        columns["collectives inflated"] = {n: _percent(x) for n, x in record.inflation.items()}
+    if any(peak is not None for peak in record.peak_bytes.values()):
+        columns["peak"] = {n: size(peak) for n, peak in record.peak_bytes.items()}
+        columns["host"] = {n: seconds(s) for n, s in record.host_s.items()}
+        columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in record.copy_rate.items()}
+        columns["differs by"] = {
+            n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in record.difference.items()
+        }
+    columns["predicted step"] = {n: seconds(a.step_s) for n, a in record.predicted.items()}
+    columns["off"] = {n: _percent(record.off.get(n)) for n in record.predicted}
+    columns["predicted wait"] = {n: seconds(a.exposed_h2d_s) for n, a in record.predicted.items()}
+    return table(record.record, columns)
 
 
 def _percent(share: float | None) -> str:
@@ -161,12 +163,12 @@ def _percent(share: float | None) -> str:
 
 def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
     """Bytes/s while copies ran, with or without collectives beside them, of the slowest rank."""
-    found = [
+    rates = [
         sum(m.moved_bytes for m in rank.measurements) / seconds
         for rank in ranks
         if (seconds := sum(m.copy_s for m in rank.measurements))
     ]
-    return min(found, default=None)
+    return min(rates, default=None)
 
 
 def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], total: int) -> ArmRecord:
@@ -195,15 +197,15 @@ def _predicted(ranks: Sequence[ProgramRun], total: int) -> ArmRecord:
 
 def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
     """Seconds of collectives in a step, each timed on the rank that reached it last, because the others waited."""
-    found: list[float] = []
+    steps_s: list[float] = []
     for step in zip(*(r.measurements for r in ranks), strict=True):
         columns = zip(*(m.windows.collective_s for m in step), strict=True)
-        found.append(sum(min(column) for column in columns))
-    return median(found)
+        steps_s.append(sum(min(column) for column in columns))
+    return median(steps_s)
 
 
-def _quartiles(found: Sequence[float]) -> tuple[float, float]:
-    if len(found) < 2:
-        return found[0], found[0]
-    low, _, high = quantiles(found, n=4, method="inclusive")
+def _quartiles(steps_s: Sequence[float]) -> tuple[float, float]:
+    if len(steps_s) < 2:
+        return steps_s[0], steps_s[0]
+    low, _, high = quantiles(steps_s, n=4, method="inclusive")
     return low, high

@@ -189,19 +189,19 @@ class Turns:
         if self.job.pace is None:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
-        made = code.remade(hardware=self.hardware)
-        self._session.current.code = replace(made, kind=replace(code.kind, link=link))
+        emulated = code.remade(hardware=self.hardware)
+        self._session.current.code = replace(emulated, kind=replace(code.kind, link=link))
         return link_error(link)
 
     def _make_peers(self) -> None:
-        made = dict[str, Peer]()
+        peers = dict[str, Peer]()
         for name in (arm.name for arm in self.job.arms if arm.policy is None):
             peer = peer_of(name)
-            if peer not in made:
+            if peer not in peers:
                 self.progress.set_description(f"{peer}: compile")
-                made[peer] = self._peer(peer)
+                peers[peer] = self._peer(peer)
             calls = describe_calls(peer_calls(peer, self.device.type))
-            self.arms[name] = RunningArm(name, calls, peer=made[peer])
+            self.arms[name] = RunningArm(name, calls, peer=peers[peer])
             self.progress.update()
 
     def _peer(self, name: str) -> Peer:
@@ -256,15 +256,15 @@ class Turns:
             if arm.policy is None:
                 continue
             self.progress.set_description(f"{arm.name}: plan")
-            made = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
-            if made is None:
+            planned = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
+            if planned is None:
                 plan, problem = layerwise.program.plan, code.program.problem
-                made = code.remade(
+                planned = code.remade(
                     **settings_of(arm, plan, problem, timings, self.hardware.copy_rate, self.job.regime.most)
                 )
-            calls = self._calls_of(made)
-            made = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
-            self.arms[arm.name] = RunningArm(arm.name, calls, made)
+            calls = self._calls_of(planned)
+            planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
+            self.arms[arm.name] = RunningArm(arm.name, calls, planned)
             self.progress.update()
 
     def _calls_of(self, code: Code) -> str:
@@ -385,9 +385,12 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
     copies ran that the factor would be noise.
     """
     pairs = [(arm, arms[RESIDENT].compute_s) for arms in ranks for arm in arms.values()]
-    more, base = sum(arm.compute_s - alone for arm, alone in pairs), sum(alone for _, alone in pairs)
-    beside = sum(arm.copying * alone for arm, alone in pairs)
-    return max(1.0, 1 + more / beside) if beside > _LEAST_BESIDE * base else 1.0
+    more, base = (
+        sum(arm.compute_s - resident_s for arm, resident_s in pairs),
+        sum(resident_s for _, resident_s in pairs),
+    )
+    copied_s = sum(arm.copying * resident_s for arm, resident_s in pairs)
+    return max(1.0, 1 + more / copied_s) if copied_s > _LEAST_BESIDE * base else 1.0
 
 
 def _relative_difference(value: torch.Tensor, right: torch.Tensor) -> float:

@@ -81,7 +81,7 @@ def settle(full: bool = False) -> Folder:
         return wanted
     for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
         path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
-        if not os.path.isdir(base) or path == wanted.path or (found := _looked_at(path)).fault:
+        if not os.path.isdir(base) or path == wanted.path or (folder := _looked_at(path)).fault:
             continue
         if os.stat(path).st_uid == os.getuid():  # else another user has made it, to put programs into it
             os.environ[FOLDER_VARIABLE] = path
@@ -90,7 +90,7 @@ def settle(full: bool = False) -> Folder:
             warn_once(
                 f"{path} is used as the compile cache, because {wanted.path} cannot be ({wanted.fault}). To keep it, {FIX}."
             )
-            return found
+            return folder
     return wanted
 
 
@@ -100,13 +100,13 @@ def _settle_temporary() -> Folder:
     if usual.fault or usual.free is None or usual.free >= _LEAST_BYTES:
         return usual
     for base in _ELSEWHERE:
-        if os.path.isdir(base) and not (found := _looked_at(base)).fault:
+        if os.path.isdir(base) and not (folder := _looked_at(base)).fault:
             os.environ["TMPDIR"], tempfile.tempdir = base, None
             warn_once(
                 f"{base} is used for temporary files, because {usual.path} has {size(usual.free)} free: set TMPDIR to a "
                 "folder with room."
             )
-            return found
+            return folder
     return usual
 
 
@@ -116,14 +116,14 @@ def importing_torch() -> Iterator[None]:
 
     Raises ChunkflowError if it cannot be made, nor another.
     """
-    found = settle()
+    folder = settle()
     try:
         yield
     except OSError as error:
-        if not found.fault:
+        if not folder.fault:
             raise
         raise ChunkflowError(
-            f"torch's compiler cannot be imported, because it has no folder for its cache ({found.path}: {found.fault}): "
+            f"torch's compiler cannot be imported, because it has no folder for its cache ({folder.path}: {folder.fault}): "
             f"{FIX}, and TMPDIR to one for temporary files."
         ) from error
 

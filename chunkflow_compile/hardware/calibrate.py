@@ -130,20 +130,20 @@ def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str
         seconds = median_seconds(device, lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
         return round(4 * heads * tokens**2 * 128 / seconds)
 
-    def share(alone: float) -> float:
+    def share(unmasked: float) -> float:
         mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool, device=device)
-        return round(min(1.0, rate(mask) / alone), 2)
+        return round(min(1.0, rate(mask) / unmasked), 2)
 
     if device.type == "cpu":
-        return {"cpu": (alone := rate())}, "cpu", share(alone)
-    found = dict[str, float]()
+        return {"cpu": (unmasked := rate())}, "cpu", share(unmasked)
+    rates = dict[str, float]()
     for kernel, backend in BACKENDS.items():
         with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # one that cannot run here
-            found[kernel] = rate()
+            rates[kernel] = rate()
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v))
     first = next((kernel for kernel, backend in BACKENDS.items() if backend == chosen), "")
-    first = first if first in found else max(found, key=lambda kernel: found[kernel])
-    return found, first, share(found[first])
+    first = first if first in rates else max(rates, key=lambda kernel: rates[kernel])
+    return rates, first, share(rates[first])
 
 
 def _memory(device: torch.device) -> Iterator[_Figure]:
@@ -186,7 +186,7 @@ def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200
     if device.type == "cpu":
         return median_seconds(device, lambda: [call() for _ in range(calls)]) / calls
     work, stream = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16), torch.cuda.current_stream(device)
-    found = list[float]()
+    seconds = list[float]()
     for _ in range(5):
         for _ in range(6):
             work @ work
@@ -195,8 +195,8 @@ def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200
             call()
         end = mark(stream)
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(found)
+        seconds.append(begin.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(seconds)
 
 
 def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_Figure]:
@@ -269,9 +269,9 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
         factors = factor(copy_beside, copy_alone), factor(exchange_beside, exchange_alone)
         slowdown = compute_slowdown(device, port, dist.barrier)
-        found = [*_link_figures(*_line_through(points), *(round(f, 2) for f in factors)), _slowed(slowdown)]
+        figures = [*_link_figures(*_line_through(points), *(round(f, 2) for f in factors)), _slowed(slowdown)]
         if rank == 0:
-            torch.save(found, Path(folder) / "rank0.pt")
+            torch.save(figures, Path(folder) / "rank0.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()

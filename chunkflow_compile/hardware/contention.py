@@ -84,18 +84,18 @@ def compute_slowdown(
         for _ in range(1 if host else _BLOCKS):
             _ = x + F.gelu(F.layer_norm(x, (width,)) @ into) @ back
 
-    copy, found = copier(device, size, port, _WALK), []
+    copy, factors = copier(device, size, port, _WALK), []
     for _ in range(TURNS):
         meet()
-        alone = median_seconds(device, blocks, 1)
+        uncontended_s = median_seconds(device, blocks, 1)
         meet()
-        found.append(factor(beside_copies(device, blocks, 1, copy)[1], alone))
-    return round(statistics.median(found), 3)
+        factors.append(factor(beside_copies(device, blocks, 1, copy)[1], uncontended_s))
+    return round(statistics.median(factors), 3)
 
 
-def factor(beside: float, alone: float) -> float:
+def factor(contended_s: float, uncontended_s: float) -> float:
     """The slowdown, at least 1: work that is faster beside other work is noise."""
-    return max(1.0, beside / alone)
+    return max(1.0, contended_s / uncontended_s)
 
 
 def beside_copies(
@@ -120,10 +120,10 @@ def beside_copies(
         copying.add_done_callback(lambda _: begun.set())  # in case copying fails
         begun.wait()
         try:
-            beside = median_seconds(device, work, repeats)
+            contended_s = median_seconds(device, work, repeats)
         finally:
             over.set()
-        return statistics.median(copying.result()), beside
+        return statistics.median(copying.result()), contended_s
 
 
 def _copies_back_to_back(

@@ -144,13 +144,13 @@ def _gpus() -> list[Gpu]:
     import torch
 
     links = {row[0].upper(): row for row in _nvidia(_QUERY)}
-    found = []
+    gpus = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
         # torch may number the GPUs differently from nvidia-smi, or see fewer of them.
         bus = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         row = links.get("{:08X}:{:02X}:{:02X}.0".format(*bus))
-        found.append(
+        gpus.append(
             Gpu(
                 name=properties.name,
                 memory_bytes=properties.total_memory,
@@ -159,7 +159,7 @@ def _gpus() -> list[Gpu]:
                 numa=_numa(row[0]) if row else None,
             )
         )
-    return found
+    return gpus
 
 
 def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int] | None:

@@ -75,14 +75,14 @@ def default_profile(device: torch.device) -> str:
     name = properties.name
     if (measured := _measured_path()) is not None and f"{name}, torch" in str(_read_profile(measured).sources):
         return MEASURED
-    found = next((profile for profile in profile_names() if name in _read_built_in(profile).cards), None)
-    if found is None:
+    built_in = next((profile for profile in profile_names() if name in _read_built_in(profile).cards), None)
+    if built_in is None:
         warnings.warn(
             f"No hardware profile is of {name}: plans use {alike(properties)}, scaled by what its driver tells of it. Run "
             "chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
-    return found or (SCALED if device.index is None else f"{SCALED}:{device.index}")
+    return built_in or (SCALED if device.index is None else f"{SCALED}:{device.index}")
 
 
 def _scaled(name: str) -> Hardware:

@@ -47,13 +47,13 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
     """
     name, processors, clock = _nearest(properties)
     # what a driver does not tell is 0
-    told = {"multiprocessors": properties.multi_processor_count / processors, "clock": properties.clock_rate / clock}
-    told = {what: times for what, times in told.items() if times}
-    faster = math.prod(told.values())
+    ratios = {"multiprocessors": properties.multi_processor_count / processors, "clock": properties.clock_rate / clock}
+    ratios = {what: times for what, times in ratios.items() if times}
+    faster = math.prod(ratios.values())
     memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers a clock
     how = (
-        f"scaled from {name} by {' and '.join(told)}, {faster:.2f} times"
-        if told
+        f"scaled from {name} by {' and '.join(ratios)}, {faster:.2f} times"
+        if ratios
         else f"as {name}: its driver tells nothing"
     )
     sources = {
@@ -87,4 +87,4 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
 
 def _nearest(properties: Properties) -> tuple[str, int, int]:
     capability = properties.major, properties.minor
-    return _LIKE[max((known for known in _LIKE if known <= capability), default=min(_LIKE))]
+    return _LIKE[max((listed for listed in _LIKE if listed <= capability), default=min(_LIKE))]

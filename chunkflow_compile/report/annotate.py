@@ -98,9 +98,9 @@ class Annotator(FlopNotes):
             return Note(cost_s=seconds, window=item.region, said=_flops(cost.flops))
         if isinstance(item, Collect):
             collective = self.problem.collectives[item.collective]
-            alone = self.simulator.collective_s[item.collective]
-            seconds = self._seconds("collective", collective.name, alone)
-            more = seconds - alone
+            uncontended_s = self.simulator.collective_s[item.collective]
+            seconds = self._seconds("collective", collective.name, uncontended_s)
+            more = seconds - uncontended_s
             said = f"{fine(more)} of it by copies" if more > 1e-8 and self.same else ""
             return Note(cost_s=seconds, nbytes=collective.nbytes, said=said)
         if isinstance(item, (Prefetch, Wait, Evict)):
@@ -109,13 +109,13 @@ class Annotator(FlopNotes):
             return self._weight(line.weight)
         return super().note(line)
 
-    def _seconds(self, lane: Lane, name: str, alone: float) -> float:
+    def _seconds(self, lane: Lane, name: str, uncontended_s: float) -> float:
         """What the plan predicts, perhaps for other hardware; includes what copies and collectives add to each other.
 
-        ``alone``: in place of that, without a prediction.
+        ``uncontended_s``: in place of that, without a prediction.
         """
         span = self.spans.get((lane, name))
-        return alone if span is None else span.end - span.start
+        return uncontended_s if span is None else span.end - span.start
 
     def _transfer(self, item: Prefetch | Wait | Evict) -> Note | None:
         weight = self.weights.get(item.weight)

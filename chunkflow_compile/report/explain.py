@@ -252,12 +252,12 @@ def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
     """Window -> the weights that barriers before its collectives wait for."""
     starts = [b.start for b in lanes.lane("compute")]
     barriers = {b.collective: b.weights for b in plan.barriers}
-    found: dict[int, tuple[str, ...]] = {}
+    held: dict[int, tuple[str, ...]] = {}
     for bar in lanes.lane("collective"):
         if bar.name in barriers:
             index = _window_after(starts, bar.start)
-            found[index] = (*found.get(index, ()), *barriers[bar.name])
-    return found
+            held[index] = (*held.get(index, ()), *barriers[bar.name])
+    return held
 
 
 def _longest_part(measured: Measured) -> str:

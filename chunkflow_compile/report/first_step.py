@@ -23,12 +23,12 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
 
 def first_step_phases(timer: Mapping[str, Sequence[float]]) -> tuple[tuple[str, float], ...]:
     """Seconds of each phase, none where a phase did not run.  ``timer``: ``torch._dynamo.utils.compilation_time_metrics``."""
-    found = []
+    phases = []
     for phase, names in _PHASES.items():
         seconds = sum(-sum(timer.get(n[1:], ())) if n.startswith("-") else sum(timer.get(n, ())) for n in names)
         if seconds > 0:
-            found.append((phase, seconds))
-    return tuple(found)
+            phases.append((phase, seconds))
+    return tuple(phases)
 
 
 def first_step_line(phases: Sequence[tuple[str, float]]) -> str:

@@ -44,27 +44,27 @@ class PhaseMemory:
 Generation = Sequence[PhaseMemory]
 
 
-def generation_tables(found: Mapping[str, Generation], step: int) -> str:
+def generation_tables(generations: Mapping[str, Generation], step: int) -> str:
     """A line for each way to run it, and for each phase of ours.  ``step``: calls of a transformer in a step."""
     ways = []
-    for way, phases in found.items():
+    for way, phases in generations.items():
         worst = max(phases, key=lambda p: p.bytes)
         step_s = max(step * p.seconds for p in phases if p.name.startswith("transformer"))  # the slowest of the experts
         total_s = sum(p.loading_s + p.calls * p.seconds for p in phases)
         ways.append((way, size(worst.bytes), worst.name, f"{step_s:.2f} s", f"{total_s:.1f} s"))
     mine = [
         (p.name, p.calls, size(p.weights), size(p.activations), size(p.bytes), seconds(p.seconds))
-        for p in found["chunkflow"]
+        for p in generations["chunkflow"]
     ]
     head = ("", "most on the device", "in", "a step", "a generation")
     ours = ("chunkflow", "calls", "weights on device", "activations", "both", "a call")
     return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(mine, headers=ours, disable_numparse=True)}"
 
 
-def draw_generation(found: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:
+def draw_generation(generations: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:
     """Draw bytes on the device over the seconds of one generation, a line for each way, and the budget."""
     figure, axes = new_axes(8.0, 4.2)
-    for (way, phases), colour in zip(found.items(), _WAY_COLOURS, strict=True):
+    for (way, phases), colour in zip(generations.items(), _WAY_COLOURS, strict=True):
         at, times, heights = 0.0, list[float](), list[float]()
         for phase in phases:
             end = at + phase.loading_s + phase.calls * phase.seconds

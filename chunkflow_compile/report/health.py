@@ -53,15 +53,15 @@ def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory) ->
 
     ``read_time``: of these weights, if they are not in the page cache."""
     copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
-    found = f"{size(read_time.nbytes)} of host memory{copies}; {read_time}"
+    needs = f"{size(read_time.nbytes)} of host memory{copies}; {read_time}"
     reserve = min(read_time.nbytes, memory.reserve)  # as offload leaves it
     if (left := memory.free - read_time.nbytes) >= reserve:
-        return Finding(model, f"{found}; {size(left)} left")
+        return Finding(model, f"{needs}; {size(left)} left")
     fix = (
         "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory=, or free or add host "
         "memory; in a container, raise its memory limit"
     )
-    return Finding(model, f"{found}; {size(memory.free)} free, and {size(reserve)} must stay free", "missing", fix)
+    return Finding(model, f"{needs}; {size(memory.free)} free, and {size(reserve)} must stay free", "missing", fix)
 
 
 def engines(reason: str | None) -> Finding:
@@ -71,21 +71,21 @@ def engines(reason: str | None) -> Finding:
     return Finding("lowering='tensorrt'", f"not usable: {reason.partition(':')[0]}")
 
 
-def health_table(found: tuple[Finding, ...]) -> str:
+def health_table(listed: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
-    rows = [(f.what, f.found, f.verdict) for f in found]
+    rows = [(f.what, f.found, f.verdict) for f in listed]
     table = tabulate(rows, headers=("what", "found", ""), disable_numparse=True)
-    fixes = [f"{f.what}: {f.fix}" for f in found if f.fix]
+    fixes = [f"{f.what}: {f.fix}" for f in listed if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
 
 
-def _noted(what: str, found: str, fix: str) -> Finding:
+def _noted(what: str, state: str, fix: str) -> Finding:
     """What runs go on with.  ``fix``: empty if all is well."""
-    return Finding(what, found, "note" if fix else "ok", fix)
+    return Finding(what, state, "note" if fix else "ok", fix)
 
 
-def _needed(what: str, found: str | None, fix: str) -> Finding:
-    return Finding(what, "none", "missing", fix) if found is None else Finding(what, found)
+def _needed(what: str, state: str | None, fix: str) -> Finding:
+    return Finding(what, "none", "missing", fix) if state is None else Finding(what, state)
 
 
 def _torch(version: str) -> Finding:
@@ -129,14 +129,14 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
 
 def _memory(machine: Machine) -> Iterator[Finding]:
     memory = machine.memory
-    found, fix = f"{size(memory.free)} free of {size(memory.total)}", ""
+    state, fix = f"{size(memory.free)} free of {size(memory.total)}", ""
     if memory.limit is not None:
-        found += f" ({memory.limit})"
+        state += f" ({memory.limit})"
     if memory.free < _SMALL_HOST:
         fix = "the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16"
         if memory.limit is None:
             fix += f"; where memory grows as it is used, {VARIABLE}=64GiB says how much there will be"
-    yield _noted("host memory", found, fix)
+    yield _noted("host memory", state, fix)
     pages = [f"{kind}: {how or 'none'}" for kind, how in zip(_PAGES, machine.huge_pages, strict=True)]
     yield Finding("huge pages", " ".join(pages))
     if machine.pinnable_bytes is None:

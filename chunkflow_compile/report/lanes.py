@@ -164,10 +164,12 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
     weights = {w.name: w for w in plan.weights}
     compute = [s for s in spans if s.lane == "compute"]
     for first, waits in groupby((s for s in spans if s.lane == "stall"), key=lambda s: weights[s.name].first_use):
-        found = list(waits)
-        worst = weights[max(found, key=lambda s: s.end - s.start).name]
-        names = tuple(s.name for s in found)
-        yield Stall(before=compute[first].name, weights=names, start=found[0].start, end=found[-1].end, why=worst.why)
+        stalled = list(waits)
+        worst = weights[max(stalled, key=lambda s: s.end - s.start).name]
+        names = tuple(s.name for s in stalled)
+        yield Stall(
+            before=compute[first].name, weights=names, start=stalled[0].start, end=stalled[-1].end, why=worst.why
+        )
     collectives = sorted((s for s in spans if s.lane == "collective"), key=lambda s: s.start)
     for wait in (s for s in spans if s.lane == "barrier"):
         # It holds back the next collective with a barrier for that weight.

@@ -181,9 +181,9 @@ def _node_line(node: Node, part: str, item: ScheduleItem | None = None) -> Line:
 
 def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...]:
     """The operands of a node in order, with repetitions."""
-    found: list[str] = []
-    map_arg((node.args, node.kwargs), lambda n: found.append((names or {}).get(n, n.name)))
-    return tuple(found)
+    operands: list[str] = []
+    map_arg((node.args, node.kwargs), lambda n: operands.append((names or {}).get(n, n.name)))
+    return tuple(operands)
 
 
 def _transfer(op: Prefetch | Wait | Evict, part: str) -> Line:

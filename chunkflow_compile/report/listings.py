@@ -46,7 +46,7 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
 def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
     """The parts and their wiring.  An operand defined in the same part, in the part before it or in the inputs of its
     block counts by its number there; any other operand counts by its name."""
-    found: list[_Part] = []
+    parts: list[_Part] = []
     place: dict[str, tuple[str, int]] = {}
     before = ""
     for name, group in groupby(lines, key=lambda line: line.part):
@@ -59,9 +59,9 @@ def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
             part, number = place.get(operand, ("", -1))
             return f"{near[part]} {number}" if part and part in near else operand
 
-        found.append(_Part(name, members, tuple((line.like, *map(wire, line.uses)) for line in members if line.like)))
+        parts.append(_Part(name, members, tuple((line.like, *map(wire, line.uses)) for line in members if line.like)))
         before = name
-    return found
+    return parts
 
 
 def _equal(parts: Sequence[_Part]) -> Callable[[tuple[int, _Part]], int]:
@@ -95,12 +95,12 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) 
     if annotator is None:
         return head
     notes = [list(_notes(part, annotator)) for part in others]
-    said = [_range([sum(n.cost_s or 0.0 for i, n in found if isinstance(i.item, Compute)) for found in notes])]
-    copied = [sum(n.nbytes or 0 for i, n in found if isinstance(i.item, Prefetch)) for found in notes]
+    said = [_range([sum(n.cost_s or 0.0 for i, n in noted if isinstance(i.item, Compute)) for noted in notes])]
+    copied = [sum(n.nbytes or 0 for i, n in noted if isinstance(i.item, Prefetch)) for noted in notes]
     if any(copied):
         low, high = size(min(copied)), size(max(copied))
         said.append(f"{low if low == high else f'{low} .. {high}'} copied in each")
-    slacks = [(n.slack_s, part.name) for part, found in zip(others, notes, strict=True) for _, n in found]
+    slacks = [(n.slack_s, part.name) for part, noted in zip(others, notes, strict=True) for _, n in noted]
     least = min(((s, name) for s, name in slacks if s is not None), default=None)
     if least is not None:
         said.append(f"least {'slack' if least[0] >= 0 else 'slack: waits'} {fine(abs(least[0]))} in {least[1]}")

@@ -30,12 +30,12 @@ def generation_events(phases: Generation, title: str) -> str:
 
 def _trace_json(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:
     named = sorted((_THREADS[name], name) for name in threads)
-    found = [
+    all_events = [
         _metadata_event("process_name", 0, title),
         *(_metadata_event("thread_name", number, name) for number, name in named),
     ]
-    found += sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0)))
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=0) + "\n"
+    all_events += sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0)))
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": all_events}, indent=0) + "\n"
 
 
 def _generation(phases: Generation) -> Iterator[dict[str, Any]]:

@@ -56,8 +56,8 @@ class PipelineFigures:
             "predicted": [seconds(p.predicted_s) for p in phases],
             "measured": [seconds(p.measured_s) for p in phases],
         }
-        known = {name: cells for name, cells in columns.items() if cells is not None}
-        lines = [tabulate(known, headers="keys", disable_numparse=True)]
+        shown = {name: cells for name, cells in columns.items() if cells is not None}
+        lines = [tabulate(shown, headers="keys", disable_numparse=True)]
         most = f"; most at once so far: {size(self.most)}" if self.most is not None else ""
         lines.append(f"budget: {size(self.total)} on the device, weights and activations together{most}")
         if not any(p.calls for p in self.phases):

@@ -87,8 +87,8 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = [0.0] * len(names)
     parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)
-    for (part, colour), found in zip(_PART_COLOURS.items(), parts, strict=True):
-        lengths = [1e3 * seconds for seconds in found]
+    for (part, colour), values in zip(_PART_COLOURS.items(), parts, strict=True):
+        lengths = [1e3 * seconds for seconds in values]
         axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
         begins = [a + b for a, b in zip(begins, lengths, strict=True)]
     steps = {name: 1e3 * (p.step_s or 0.0) for name, p in predicted.items()}
@@ -98,8 +98,8 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
         if arm.weights_device_bytes is None:
             continue
         share = arm.weights_device_bytes / (arm.weights_total_bytes or 1)
-        beside = max(end, steps.get(name, 0.0)), name
-        axes.annotate(f"   {100 * share:.0f} % of weights on device", beside, va="center", fontsize=8)
+        at = max(end, steps.get(name, 0.0)), name
+        axes.annotate(f"   {100 * share:.0f} % of weights on device", at, va="center", fontsize=8)
     if (resident := record.arms.get("resident")) is not None and resident.step_s:
         axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")
     axes.invert_yaxis()

@@ -37,27 +37,27 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
     plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
-    alone = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
+    singly = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
 
     def blocks(c: Component) -> PhaseMemory:
         phase = _phase(c, hardware, policy="layerwise")
         return phase if phase.plan is not None else replace(phase, loading_s=c.weights / rate)
 
     def planned(c: Component) -> PhaseMemory:
-        beside = _small_beside(c, components)
-        room = usable(memory) - c.activations - beside
+        others = _small_beside(c, components)
+        room = usable(memory) - c.activations - others
         if c.problem is None and c.weights > room:
-            raise _too_little(c, beside, hardware, memory)
+            raise _too_little(c, others, hardware, memory)
         try:
             phase = _phase(c, hardware, memory=max(0, room))
         except ChunkflowError as error:
-            raise _too_little(c, beside, hardware, memory) from error
+            raise _too_little(c, others, hardware, memory) from error
         # a phase begins cold
-        return replace(phase, weights=phase.weights + beside, loading_s=min(phase.weights, c.weights) / rate)
+        return replace(phase, weights=phase.weights + others, loading_s=min(phase.weights, c.weights) / rate)
 
     return {
         "plain": plain,
-        "one model at a time": alone,
+        "one model at a time": singly,
         "two blocks at a time": [blocks(c) for c in components],
         "chunkflow": [planned(c) for c in components],
     }
@@ -73,14 +73,14 @@ def _small_beside(component: Component, components: Sequence[Component]) -> int:
     return sum(other.small for other in components if other is not component)
 
 
-def _needed(component: Component, beside: int, hardware: Hardware) -> int:
+def _needed(component: Component, others: int, hardware: Hardware) -> int:
     problem = component.problem
     weights = component.weights if problem is None else least_memory(problem, hardware, DEFAULT_CHUNK_BYTES)
-    return budget_for(weights + beside + component.activations)
+    return budget_for(weights + others + component.activations)
 
 
-def _too_little(component: Component, beside: int, hardware: Hardware, memory: int) -> ChunkflowError:
-    least = _needed(component, beside, hardware)
+def _too_little(component: Component, others: int, hardware: Hardware, memory: int) -> ChunkflowError:
+    least = _needed(component, others, hardware)
     return ChunkflowError(
         f"memory={size(memory)} is too little for {component.name}: its activations take up to "
         f"{size(component.activations)}, and with the least of its weights it needs {size(least)}. "

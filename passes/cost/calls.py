@@ -70,10 +70,10 @@ def like_attention(call: Called) -> int:
     if not call.of_others and "attention" not in call.name:
         return 0
     operands = [*call.args, *call.kwargs.values()]
-    found = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() == 4 and t.is_floating_point()]
-    if len(found) < 3:
+    tensors = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() == 4 and t.is_floating_point()]
+    if len(tensors) < 3:
         return 0
-    q, k, v = (tuple(t.shape) for t in found[:3])
+    q, k, v = (tuple(t.shape) for t in tensors[:3])
     if k != v or (q[0], q[3]) != (k[0], k[3]) or (q[1] != k[1] and q[2] != k[2]):
         return 0
     tokens = 1 if q[1] != k[1] or (q[2] == k[2] and q[1] > q[2]) else 2
@@ -91,14 +91,14 @@ def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 def _inside(op: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The operands of an op inside ``auto_functionalized``, by its schema; one that it writes is the base of that view."""
     bases = kwargs.get("_all_bases", ())
-    found = []
+    operands = []
     for argument in op._schema.arguments:
         position = kwargs.get(f"_{argument.name}_base_index")
-        found.append(kwargs.get(argument.name) if position is None else bases[position])
-    return tuple(found)
+        operands.append(kwargs.get(argument.name) if position is None else bases[position])
+    return tuple(operands)
 
 
 def _nested(node: Node) -> tuple[GraphModule, ...]:
     module = node.graph.owning_module
-    found = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
-    return tuple(graph for graph in found if isinstance(graph, GraphModule))
+    graphs = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    return tuple(graph for graph in graphs if isinstance(graph, GraphModule))

@@ -86,18 +86,18 @@ def node_flops(node: Node, values: Values) -> int:
 
 def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
     """The ops of others and kernels of Triton whose FLOPs nobody has declared: name -> a sentence that says what is done."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for node in nodes:
         values = {n: n.meta.get("val") for n in (node, *node.all_input_nodes)}
         call = called(node, values)
         if call is None or not call.of_others or call.op in flop_registry or call.name in _PRODUCTS:
             continue
         taken = "are estimated as those of attention" if like_attention(call) else "count as none, only its bytes"
-        found[call.name] = (
+        sentences[call.name] = (
             f"no FLOP formula is declared for {call.title}: its FLOPs {taken}. Declare one with "
             f"torch.utils.flop_counter.register_flop_formula({call.declared})."
         )
-    return found
+    return sentences
 
 
 def _graph_flops(graph: GraphModule) -> int:
@@ -135,5 +135,5 @@ def _read(node: Node, values: Values) -> int:
 
 
 def _dtype(node: Node, values: Values) -> str:
-    found = tensors(values[node]) or [t for n in node.all_input_nodes for t in tensors(values[n])]
-    return str(found[0].dtype).removeprefix("torch.") if found else "float32"
+    typed = tensors(values[node]) or [t for n in node.all_input_nodes for t in tensors(values[n])]
+    return str(typed[0].dtype).removeprefix("torch.") if typed else "float32"

@@ -38,12 +38,12 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Ke
         members = set(ops)
         for op in ops:
             groups.union(op, *(b for n in op.all_input_nodes if (b := bases[n]) in members and depths[b] == depths[op]))
-    found = [set(group) for group in groups.to_sets()] if ops else []
+    kernels = [set(group) for group in groups.to_sets()] if ops else []
     traffic = Counter[int]()
-    for group in found:
+    for group in kernels:
         for tensor, moved in _moved(group, values, bases):
             traffic[tensor] += moved
-    return Kernels(len(found), traffic)
+    return Kernels(len(kernels), traffic)
 
 
 def _computes(node: Node, values: Values) -> bool:
@@ -60,21 +60,21 @@ def _moves_nothing(node: Node) -> bool:
 
 def _bases(values: Values) -> dict[Node, Node]:
     """Node -> the node that made its memory."""
-    found: dict[Node, Node] = {}
+    bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
-        found[node] = (
-            found.get(inputs[0], inputs[0]) if inputs and node.op != "output" and _moves_nothing(node) else node
+        bases[node] = (
+            bases.get(inputs[0], inputs[0]) if inputs and node.op != "output" and _moves_nothing(node) else node
         )
-    return found
+    return bases
 
 
 def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
     """Node -> the most products in a row before it."""
-    found: dict[Node, int] = {}
+    depths: dict[Node, int] = {}
     for node in values:
-        found[node] = max((found.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)
-    return found
+        depths[node] = max((depths.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)
+    return depths
 
 
 def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> Iterator[tuple[int, int]]:

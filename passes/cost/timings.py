@@ -56,8 +56,8 @@ class Timings:
             return tuple(max((s for s in row if s is not None), default=None) for row in rows)
 
         def among(choose: Callable[[list[float]], float], name: str) -> float | None:
-            known = [value for o in alike if (value := getattr(o, name)) is not None]
-            return choose(known) if known else None
+            figures = [value for o in alike if (value := getattr(o, name)) is not None]
+            return choose(figures) if figures else None
 
         return replace(
             self,
@@ -121,14 +121,14 @@ class Timings:
         said = {k: sum(expected[i] for i in inside) for k, inside in windows.items()}
         seen = {k: s for k in windows if (s := self.collective_s[k])}
         off = sum(seen.values()) / (sum(said[k] for k in seen) or 1.0) if seen else 1.0
-        known = dict(zip(seen, _means([kinds[k] for k in seen], seen.values()), strict=True))
-        alike = {kinds[k]: seconds for k, seconds in known.items()}
-        found = list(expected)
+        measured = dict(zip(seen, _means([kinds[k] for k in seen], seen.values()), strict=True))
+        alike = {kinds[k]: seconds for k, seconds in measured.items()}
+        shares = list(expected)
         for k, inside in windows.items():
-            total = known.get(k, alike.get(kinds[k], said[k] * off))
+            total = measured.get(k, alike.get(kinds[k], said[k] * off))
             for i in inside:
-                found[i] = total * (expected[i] / said[k] if said[k] else 1 / len(inside))
-        return found
+                shares[i] = total * (expected[i] / said[k] if said[k] else 1 / len(inside))
+        return shares
 
 
 def _means(kinds: Sequence[Hashable], seconds: Iterable[float]) -> list[float]:

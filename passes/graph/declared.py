@@ -68,8 +68,8 @@ def register_collective(
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """
-    known = _op(op)
-    name = known._schema.name
+    overload = _op(op)
+    name = overload._schema.name
     for what, value, allowed in (("kind", kind, KINDS), ("engine", engine, _ENGINES)):
         if value not in allowed:
             close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
@@ -77,12 +77,12 @@ def register_collective(
                 f"register_collective({name}): {value!r} is no {what} of a collective; did you mean {close!r}? "
                 f"There are {', '.join(allowed)}."
             )
-    if known._schema.is_mutable:
+    if overload._schema.is_mutable:
         raise ChunkflowError(
             f"register_collective({name}): the op writes to its arguments, so that torch.compile wraps it. Declare an op "
             "that returns its result in a new tensor."
         )
-    argument, fixed = _group(known, group)
+    argument, fixed = _group(overload, group)
     _DECLARED[name] = DeclaredCollective(kind, bytes, argument, fixed, engine)
 
 
@@ -106,35 +106,35 @@ def looks_like_communication(target: object) -> bool:
 def argument(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
     """The value that a call of an op has for one of its arguments."""
     schema: Any = target
-    known = schema._schema.arguments
+    arguments = schema._schema.arguments
     given = {
-        **{a.name: a.default_value for a in known},
-        **dict(zip([a.name for a in known], args, strict=False)),
+        **{a.name: a.default_value for a in arguments},
+        **dict(zip([a.name for a in arguments], args, strict=False)),
         **kwargs,
     }
     return given[name]
 
 
 def _op(op: object) -> torch._ops.OpOverload:
-    found: Any = op
+    target: Any = op
     if isinstance(op, str):
         try:
             namespace, name = op.split("::")
-            found = getattr(getattr(torch.ops, namespace), name)
+            target = getattr(getattr(torch.ops, namespace), name)
         except (ValueError, AttributeError) as error:
             raise ChunkflowError(
                 f"register_collective: there is no op {op!r}. Import the module that defines it first, and write its "
                 "name as namespace::name."
             ) from error
-    found = getattr(found, "_opoverload", found)  # of torch.library.custom_op
-    if isinstance(found, torch._ops.OpOverloadPacket):
-        found = getattr(found, found.overloads()[0])
-    if not isinstance(found, torch._ops.OpOverload):
+    target = getattr(target, "_opoverload", target)  # of torch.library.custom_op
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if not isinstance(target, torch._ops.OpOverload):
         raise ChunkflowError(
             f"register_collective: {op!r} is no op of torch. Pass what torch.library.custom_op returned, or "
             "torch.ops.namespace.name: a plain function is traced through, and its collectives are found without this."
         )
-    return found
+    return target
 
 
 def _group(op: torch._ops.OpOverload, group: object) -> tuple[str, bool]:

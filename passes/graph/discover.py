@@ -117,10 +117,10 @@ def collective_kind(node: Node) -> str | None:
         return None
     kind = COLLECTIVE_KINDS.get(name) if namespace in _SCHEDULED else None
     if kind is None:
-        known = ", ".join(sorted(COLLECTIVE_KINDS))
+        kinds = ", ".join(sorted(COLLECTIVE_KINDS))
         raise ChunkflowError(
             f"The graph calls the collective {qualified} (node {node.name}), which ChunkFlow does not know; "
-            f"it schedules {known} of {_SCHEDULED[0]}. Use one of these, or keep this part of the model outside the "
+            f"it schedules {kinds} of {_SCHEDULED[0]}. Use one of these, or keep this part of the model outside the "
             "compiled graph."
         )
     return kind
@@ -134,8 +134,8 @@ def collective_of(completion: Node) -> Node:
 
 def awaited(completion: Node) -> tuple[Node, ...]:
     """The collectives that a completion waits for; none if it reads no result of a collective."""
-    found = [list_of(operand) or operand for operand in completion.all_input_nodes]
-    return tuple(dict.fromkeys(node for node in found if collective_kind(node) is not None))
+    operands = [list_of(operand) or operand for operand in completion.all_input_nodes]
+    return tuple(dict.fromkeys(node for node in operands if collective_kind(node) is not None))
 
 
 def list_of(node: Node) -> Node | None:
@@ -159,8 +159,8 @@ def completes_itself(node: Node) -> bool:
 
 def engine_of(node: Node) -> Engine:
     """What moves the bytes of a collective node."""
-    known = declared(node.target)
-    return "sm" if known is None else known.engine
+    custom = declared(node.target)
+    return "sm" if custom is None else custom.engine
 
 
 def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
@@ -170,14 +170,14 @@ def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES)
     all-reduce 2 n (P - 1) / P.
     Raises ChunkflowError if a declared collective is of another kind than its sizes say.
     """
-    known = declared(node.target)
-    if known is not None and known.nbytes is not None:
+    custom = declared(node.target)
+    if custom is not None and custom.nbytes is not None:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda a: concrete(a.meta["val"], sizes))
-        return int(known.nbytes(*args, **kwargs))
+        return int(custom.nbytes(*args, **kwargs))
     taken = sum(nbytes(a, sizes) for a in node.all_input_nodes if a is not node.kwargs.get("out"))
     kind = collective_kind(node)
-    if known is not None:
-        _check_kind(node, known.kind, taken, nbytes(node, sizes), ranks)
+    if custom is not None:
+        _check_kind(node, custom.kind, taken, nbytes(node, sizes), ranks)
     if kind == "all-gather":
         return taken * (ranks - 1)
     return taken * (ranks - 1) // ranks * (2 if kind == "all-reduce" else 1)
@@ -188,10 +188,10 @@ def group_name(node: Node) -> str:
 
     Raises ChunkflowError if the group is an input of the graph: its size is then unknown at compile time.
     """
-    known = declared(node.target)
-    if known is not None and known.fixed:
-        return known.group
-    group = argument(node.target, node.args, node.kwargs, "group_name" if known is None else known.group)
+    custom = declared(node.target)
+    if custom is not None and custom.fixed:
+        return custom.group
+    group = argument(node.target, node.args, node.kwargs, "group_name" if custom is None else custom.group)
     if isinstance(group, Node):
         raise ChunkflowError(
             f"The process group of {node.name} is an input of the graph, so its size is not known at compile time. "

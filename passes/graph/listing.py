@@ -20,11 +20,11 @@ def listing(module: GraphModule) -> str:
 
 def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     """One node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: other names of operands."""
-    known = names or {}
+    renamed = names or {}
     if node.op == "placeholder":
         return f"{node.name}: {_shape(node)}"
     if node.op == "output":
-        return f"return {_value_text(node.args[0], known)}"
+        return f"return {_value_text(node.args[0], renamed)}"
     if node.target is PREFETCH:
         prefetch = prefetch_of(node)
         assert prefetch is not None
@@ -34,12 +34,12 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     if node.op == "call_module":
-        return f"{node.name} = {node.target}({', '.join(_value_text(a, known) for a in node.args)})"
+        return f"{node.name} = {node.target}({', '.join(_value_text(a, renamed) for a in node.args)})"
     named = f"{node.name}: {_shape(node)}" if "val" in node.meta else node.name
     if node.target is operator.getitem:
-        return f"{named} = {_value_text(node.args[0], known)}[{_value_text(node.args[1], known)}]"
-    operands = [_value_text(a, known) for a in node.args] + [
-        f"{k}={_value_text(v, known)}" for k, v in operands_of(node).items()
+        return f"{named} = {_value_text(node.args[0], renamed)}[{_value_text(node.args[1], renamed)}]"
+    operands = [_value_text(a, renamed) for a in node.args] + [
+        f"{k}={_value_text(v, renamed)}" for k, v in operands_of(node).items()
     ]
     return f"{named} = {target_name(node)}({', '.join(operands)})"
 

@@ -215,8 +215,8 @@ class _Segments:
             for value in (node, *node.all_input_nodes):
                 needed.setdefault(segment, set()).update(symbols_of(value.meta.get("val")))
         for segment, names in needed.items():
-            found = [nodes[name] for name in sorted(names) if name in nodes]
-            self.symbols[segment] = [n for n in found if self.of.get(n, -1) < segment]
+            used = [nodes[name] for name in sorted(names) if name in nodes]
+            self.symbols[segment] = [n for n in used if self.of.get(n, -1) < segment]
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
@@ -260,20 +260,20 @@ def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, st
     nearest nodes with a stack, before and after it, both are.
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
-    known: dict[Node, str] = {}
+    by_stack: dict[Node, str] = {}
     for node in calls:
         stack = node.meta.get("nn_module_stack") or {}
         keys = [str(k).split("@")[0] for k in stack]
         if keys:
-            known[node] = next((blocks[k] for k in keys if k in blocks), "")
+            by_stack[node] = next((blocks[k] for k in keys if k in blocks), "")
     labels: dict[Node, str] = {}
     after = {}
     following = ""
     for node in reversed(calls):
-        after[node] = following = known.get(node, following)
+        after[node] = following = by_stack.get(node, following)
     current = ""
     for node in calls:
-        labels[node] = current = known.get(node, current if current == after[node] else "")
+        labels[node] = current = by_stack.get(node, current if current == after[node] else "")
     return labels
 
 
@@ -355,20 +355,20 @@ def _problem(
         for name in region.weights:
             readers.setdefault(name, []).append(region.index)
     weights = []
-    for found in discovery.weights:
-        value = found.node.meta["val"]
+    for discovered in discovery.weights:
+        value = discovered.node.meta["val"]
         weights.append(
             Weight(
-                name=found.parameter.name,
-                names=found.parameter.names,
-                index=found.parameter.index,
-                nbytes=nbytes(found.node),
+                name=discovered.parameter.name,
+                names=discovered.parameter.names,
+                index=discovered.parameter.index,
+                nbytes=nbytes(discovered.node),
                 dtype=str(value.dtype).removeprefix("torch."),
                 shape=tuple(value.shape),
                 stride=tuple(value.stride()),
-                uses=tuple(readers.get(found.parameter.name, ())),
-                keep=found.keep,
-                drive=found.parameter.drive,
+                uses=tuple(readers.get(discovered.parameter.name, ())),
+                keep=discovered.keep,
+                drive=discovered.parameter.drive,
             )
         )
     before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()

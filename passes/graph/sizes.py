@@ -32,18 +32,18 @@ def symbols_of(value: Any) -> set[str]:
 
 def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
     """Symbol -> the first node that has its value: an input, or the size of a tensor."""
-    found: dict[str, Node] = {}
+    holders: dict[str, Node] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-            found.setdefault(value.node.expr.name, node)
-    return found
+            holders.setdefault(value.node.expr.name, node)
+    return holders
 
 
 def hints(graph: GraphModule) -> dict[str, int]:
     """The value of each symbol of the inputs in the call that was traced, as far as it was known."""
-    found = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
-    return {name: int(size.hint) for name, size in found.items() if size.has_hint()}
+    symbols = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
+    return {name: int(size.hint) for name, size in symbols.items() if size.has_hint()}
 
 
 def bounds(graph: GraphModule) -> dict[str, int | None]:
@@ -58,8 +58,8 @@ def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> d
 
     Those all get one value, because a model joins them: the query, key and value of attention must fit each other.
     """
-    found = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
-    return {**values, **dict.fromkeys(unknown, max(found, default=1))}
+    bounds = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
+    return {**values, **dict.fromkeys(unknown, max(bounds, default=1))}
 
 
 def is_size(node: Node) -> bool:

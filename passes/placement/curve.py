@@ -49,9 +49,9 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
     yield Point(problem.total_bytes, resident, resident)
 
 
-def on_grid(found: Iterable[Point], chunk_bytes: int) -> list[Point]:
+def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:
     """The curve: points one chunk apart from the least memory up, each with the best step; the last all resident."""
-    ordered = sorted(found)
+    ordered = sorted(plans)
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]
     while memory < end.memory:

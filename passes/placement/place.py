@@ -127,9 +127,9 @@ def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
 
 def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Plan:
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
-    found = planner.smallest(target)
+    smallest = planner.smallest(target)
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
-    return builder.candidate(min(found, planner.everything(), key=builder.slots))
+    return builder.candidate(min(smallest, planner.everything(), key=builder.slots))
 
 
 def _taken_over(
@@ -171,16 +171,16 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     fitting = [c for c in (_barely(planner, builder, memory), planner.everything()) if builder.slots(c) <= memory]
-    found = planner.fastest(memory) if memory >= planner.floor() else None
+    fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
-    while found is not None:
-        over = builder.slots(found, quick=True) - memory  # a thorough one takes half a second for 2,000 chunks
+    while fastest is not None:
+        over = builder.slots(fastest, quick=True) - memory  # a thorough one takes half a second for 2,000 chunks
         if over <= 0:
-            fitting.append(found)
+            fitting.append(fastest)
             break
         # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)
-        found = planner.smaller(found, memory - cut)
+        fastest = planner.smaller(fastest, memory - cut)
     return builder.candidate(min(fitting, key=planner.order))
 
 
@@ -196,14 +196,14 @@ class Builder:
         self.hardware = hardware
         self.policy = policy
 
-    def candidate(self, found: Candidate) -> Plan:
-        windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
+    def candidate(self, candidate: Candidate) -> Plan:
+        windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         ops = transfers(self.problem, windows)
-        return self.plan(windows, barriers(self.problem, ops) if found.hard else ())
+        return self.plan(windows, barriers(self.problem, ops) if candidate.hard else ())
 
-    def slots(self, found: Candidate, quick: bool = False) -> int:
+    def slots(self, candidate: Candidate, quick: bool = False) -> int:
         """Weight bytes on the device of a candidate with its slots assigned; ``quick``: with fewer tries."""
-        windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
+        windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         streamed = self._streamed(windows)
         _, arena = self._arena(windows, streamed, quick)
         return arena + self._outside(streamed)
@@ -255,8 +255,8 @@ class Builder:
         return plan
 
     def _streamed(self, windows: Mapping[str, Windows]) -> list[Weight]:
-        found = ((w, windows.get(w.name, ())) for w in self.problem.weights)
-        return [w for w, chunks in found if chunks and (self.inside or any(k is not None for k in chunks))]
+        placed = ((w, windows.get(w.name, ())) for w in self.problem.weights)
+        return [w for w, chunks in placed if chunks and (self.inside or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
         """Bytes of the weights without a slot, and of those that the program does not read."""

@@ -21,12 +21,12 @@ from .windows import Chunk
 
 def block_regions(problem: Problem) -> list[tuple[int, int]]:
     """First and last region of each block, in order."""
-    found = []
+    bounds = []
     for name, group in groupby(problem.regions, key=lambda r: r.block):
         members = [r.index for r in group]
         if name:
-            found.append((members[0], members[-1]))
-    return found
+            bounds.append((members[0], members[-1]))
+    return bounds
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:

@@ -89,7 +89,7 @@ def transfers(
                 op = Prefetch(weight.name, run.first, run.end, run.window, run.window > first)
                 urgency = (first - run.window) % count
                 prefetches.setdefault(run.window, []).append((urgency, position, op))
-    ordered = {w: tuple(p[2] for p in sorted(found, key=_by_urgency)) for w, found in prefetches.items()}
+    ordered = {w: tuple(p[2] for p in sorted(ops, key=_by_urgency)) for w, ops in prefetches.items()}
     return Transfers(
         prefetches=ordered,
         waits={k: tuple(v) for k, v in waits.items()},

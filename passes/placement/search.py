@@ -133,31 +133,31 @@ class Planner:
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
         most = _bisect(0, len(self.chunks), lambda m: self._floor(m + 1) > memory)
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         low, high = 0, most
         for samples in (_SAMPLES, _SAMPLES // 2):
             grid = _spread(low, high, samples)
             tried = [(m, c) for m in grid if (c := self.within(memory, m)) is not None]
             best = min(tried, key=lambda t: self.order(t[1]))[0]
-            found += [c for _, c in tried]
+            candidates += [c for _, c in tried]
             low, high = (
                 max([m for m in grid if m < best], default=low),
                 min([m for m in grid if m > best], default=high),
             )
-        ordered = sorted(found, key=self.order)
+        ordered = sorted(candidates, key=self.order)
         hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
         return min([ordered[0], *hard, *self._others(memory)], key=self.order)
 
-    def smaller(self, found: Candidate, memory: int) -> Candidate | None:
-        """The fastest candidate within ``memory`` among variants of ``found``; None if there is none.
+    def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
+        """The fastest candidate within ``memory`` among variants of ``candidate``; None if there is none.
 
         The variants have less room to fetch ahead or fewer residents.
         """
-        residents = found.residents or 0
-        kept = max(0, self._resident_sums[residents] - max(0, found.nbytes - memory))
+        residents = candidate.residents or 0
+        kept = max(0, self._resident_sums[residents] - max(0, candidate.nbytes - memory))
         fewer = bisect_right(self._resident_sums, kept) - 1
         tried = (
-            self.within(memory, m, found.hard) for m in {residents, fewer, (residents + fewer) // 2, fewer // 2, 0}
+            self.within(memory, m, candidate.hard) for m in {residents, fewer, (residents + fewer) // 2, fewer // 2, 0}
         )
         return min((c for c in tried if c is not None), key=self.order, default=None)
 
@@ -166,15 +166,15 @@ class Planner:
         total = len(self.chunks)
         step_s *= 1 + ROUNDING
         enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for extra in (0, total // 64, total // 24, total // 8):
             residents = min(enough + extra, total)
-            known = min((c.nbytes for c in found), default=None)
-            if known is not None and self._floor(residents) >= known:
+            least = min((c.nbytes for c in candidates), default=None)
+            if least is not None and self._floor(residents) >= least:
                 continue
-            found += self._shrink(residents, step_s)
-        found += [c for c in self._others(None) if c.step_s <= step_s]
-        return min(found, key=lambda c: (c.nbytes, c.step_s)) if found else self.everything()
+            candidates += self._shrink(residents, step_s)
+        candidates += [c for c in self._others(None) if c.step_s <= step_s]
+        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.everything()
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
         """Candidates with ``residents`` that meet the step, under ever lower limits, soft and hard."""
@@ -183,9 +183,9 @@ class Planner:
             return []
         floor = self._least(residents)
         ceiling = natural.nbytes - self.kept_bytes - self._resident_sums[residents]
-        found = [natural]
+        candidates = [natural]
         for hard in (False, True) if self.yields == "auto" else (natural.hard,):
-            if hard and self.play(found[-1].placed, True).step_s > found[-1].step_s:
+            if hard and self.play(candidates[-1].placed, True).step_s > candidates[-1].step_s:
                 break
             low, high = floor, ceiling
             for _ in range(_HALVINGS):
@@ -193,11 +193,11 @@ class Planner:
                 tried = self.candidate(residents, middle, hard)
                 if self._meets(tried, step_s):
                     assert tried is not None
-                    found.append(tried)
+                    candidates.append(tried)
                     high = middle
                 else:
                     low = middle
-        return found
+        return candidates
 
     def _others(self, memory: int | None) -> list[Candidate]:
         """The layerwise placement of other systems, so that no plan is slower than theirs."""
@@ -283,14 +283,14 @@ def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
     for collective in problem.collectives:
         starts.setdefault(collective.before, collective.name)
     after = [op.weight for k in sorted(ops.prefetches) if k >= max(starts, default=0) for op in ops.prefetches[k]]
-    found, newest = [], after[-1] if after else None
+    placed, newest = [], after[-1] if after else None
     for k in range(len(problem.regions) + 1):
         if k in starts and newest is not None:
-            found.append(Barrier(collective=starts[k], weights=(newest,)))
+            placed.append(Barrier(collective=starts[k], weights=(newest,)))
             newest = None
         for op in ops.prefetches.get(k, ()):
             newest = op.weight
-    return tuple(found)
+    return tuple(placed)
 
 
 def _spread(low: int, high: int, samples: int) -> Sequence[int]:

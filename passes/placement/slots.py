@@ -189,13 +189,13 @@ class _Placed:
         return [piece for span in spans for piece in self.spans.get(span, ())]
 
     def _spans(self, mask: int) -> list[int]:
-        found, span = [], 0
+        spans, span = [], 0
         while mask:
             if mask & _SPAN:
-                found.append(span)
+                spans.append(span)
             mask >>= _SPAN.bit_length()
             span += 1
-        return found
+        return spans
 
 
 def _mask(piece: Piece, windows: int) -> int:

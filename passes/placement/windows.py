@@ -70,12 +70,12 @@ def link_of(resident: Timeline, simulator: Simulator) -> Link:
 
 def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
     """The chunks of ``weights`` in order of first use."""
-    found = []
+    chunks = []
     for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
             nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
-            found.append(Chunk(weight.name, i, aligned(nbytes), seconds, weight.uses[0], weight.uses[-1]))
-    return found
+            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, weight.uses[0], weight.uses[-1]))
+    return chunks
 
 
 def stretched(link: Link, factor: float) -> Link:
@@ -204,10 +204,10 @@ def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int |
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
     """Windows modulo the step, by weight; None for a resident chunk.  ``chunks``: all chunks of each weight."""
-    found: dict[str, list[int | None]] = {}
+    by_weight: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
-        found.setdefault(chunk.weight, []).append(None if window is None else window % count)
-    return {name: tuple(windows) for name, windows in found.items()}
+        by_weight.setdefault(chunk.weight, []).append(None if window is None else window % count)
+    return {name: tuple(windows) for name, windows in by_weight.items()}
 
 
 def live_bytes(chunks: Sequence[Chunk], placed: Sequence[int], count: int) -> int:

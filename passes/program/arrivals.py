@@ -78,8 +78,8 @@ def _turn(position: int, copied: Node | str, before: int) -> int | None:
     return -1 if prefetch is not None and prefetch.next_step else None
 
 
-def arrivals_at(cycle: Cycle, known: Arrivals, call: int, program: Program) -> Arrivals:
-    """The marks of a cycle, ``known``, for another program in the place of a call.
+def arrivals_at(cycle: Cycle, marks: Arrivals, call: int, program: Program) -> Arrivals:
+    """The marks of a cycle, ``marks``, for another program in the place of a call.
 
     Its transfers take the marks of those that they replace, so no other call is read.  If they are not the same transfers,
     all calls are read.
@@ -88,16 +88,16 @@ def arrivals_at(cycle: Cycle, known: Arrivals, call: int, program: Program) -> A
     if [op for _, op in before] != [op for _, op in after]:
         return arrivals(cycle.at(call, program))
     pairs = [(old, new) for (old, _), (new, _) in zip(before, after, strict=True)]
-    marked: dict[Node | str, int] = {new: known.marked[old] for old, new in pairs if old in known.marked}
-    awaited = {new: known.awaited[old] for old, new in pairs if old in known.awaited}
-    return Arrivals(ChainMap(marked, known.marked), awaited)  # type: ignore[arg-type]
+    marked: dict[Node | str, int] = {new: marks.marked[old] for old, new in pairs if old in marks.marked}
+    awaited = {new: marks.awaited[old] for old, new in pairs if old in marks.awaited}
+    return Arrivals(ChainMap(marked, marks.marked), awaited)  # type: ignore[arg-type]
 
 
 def _transfers(program: Program) -> list[tuple[Node, Prefetch | str]]:
     """The prefetches and the waits of a program, in their order, each with what it moves."""
     nodes = program.module.graph.nodes
-    found = ((node, str(node.args[0]) if node.target is WAIT else prefetch_of(node)) for node in nodes)
-    return [(node, op) for node, op in found if op is not None]
+    ops = ((node, str(node.args[0]) if node.target is WAIT else prefetch_of(node)) for node in nodes)
+    return [(node, op) for node, op in ops if op is not None]
 
 
 def _wait_groups(nodes: Iterable[Node]) -> Iterator[tuple[int, list[Node]]]:

@@ -42,16 +42,16 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use
     seen = 0
     for call in range(1, len(cycle.calls)):
-        begin, found = begins[call], border(cycle, call)
+        begin, first = begins[call], border(cycle, call)
         fresh = (i for i in range(seen, begin) if order.ops[i].kind == "chunk" and order.ops[i].serves is not None)
         alive += [(_last_use(order, uses, order.ops[i]), i) for i in fresh]
         alive, seen = [(last, i) for last, i in alive if last >= begin], begin
         expected = [(order.ops[i].weight, order.ops[i].chunk) for _, i in alive]
-        chunks = [(p.weight, c) for n in found.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
+        chunks = [(p.weight, c) for n in first.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
         if chunks != expected:
             odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
             yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
-        if found.waits:
+        if first.waits:
             continue
         due = kept | {order.ops[i].weight: i for _, i in alive if order.ops[i].serves == 1}
         marked = {i for _, i in alive} | set(kept.values())
@@ -80,8 +80,8 @@ class _Wait(NamedTuple):
 
 def _wait(order: HappensBefore, i: int) -> _Wait | None:
     """The wait at an index, None if it awaits no mark of its own."""
-    found = [copy for copy in order.graph.predecessors(i) if order.graph.edges[copy, i].get("event") == "arrival"]
-    return _Wait(i, i, found[0]) if found else None
+    awaited = [copy for copy in order.graph.predecessors(i) if order.graph.edges[copy, i].get("event") == "arrival"]
+    return _Wait(i, i, awaited[0]) if awaited else None
 
 
 def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:

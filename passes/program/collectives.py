@@ -35,11 +35,11 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
             completions.setdefault(collective.name, node.name)
     for step in range(order.steps):
         ops = {op.label: i for i, op in enumerate(order.ops) if op.step == step and op.kind in _BY_NODE}
-        found = _StepCollectives(program, order, memory, completions, ops)
-        yield from found.check_completions()
-        yield from found.check_readers()
-        yield from found.check_memory()
-        yield from found.check_releases(step)
+        checks = _StepCollectives(program, order, memory, completions, ops)
+        yield from checks.check_completions()
+        yield from checks.check_readers()
+        yield from checks.check_memory()
+        yield from checks.check_releases(step)
 
 
 # Kinds of ops whose label is the name of their node.
@@ -90,18 +90,18 @@ class _StepCollectives:
         """
         order = self.order
         for node in self.program.module.graph.nodes:
-            made = self.ops.get(node.name)
-            if made is None or order.ops[made].stream != "collective":
+            written = self.ops.get(node.name)
+            if written is None or order.ops[written].stream != "collective":
                 continue
             for user in node.users:
                 read = self.ops.get(user.name)
                 if read is None or is_wait_tensor(user) or list_of(user) is not None:
                     continue
-                if not order.ordered(made, read):
-                    self.reported.add((order.ops[made].collectives[0], user.name))
+                if not order.ordered(written, read):
+                    self.reported.add((order.ops[written].collectives[0], user.name))
                     yield (
-                        f"{node.name}: {order.ops[read]} may read before {order.ops[made]} is over; missing edge: "
-                        f"{self._end(made)} -> {order.ops[read].label}"
+                        f"{node.name}: {order.ops[read]} may read before {order.ops[written]} is over; missing edge: "
+                        f"{self._end(written)} -> {order.ops[read].label}"
                     )
 
     def check_memory(self) -> Iterator[str]:
@@ -166,15 +166,15 @@ class _StepCollectives:
 
     def _end(self, op: int) -> str:
         """What must be over for ``op`` to be over: for an op on the collective stream, its completion."""
-        found = self.order.ops[op]
-        if found.stream != "collective":
-            return found.label
-        return f"{found.label} -> {self.completions.get(found.collectives[0], 'wait_tensor')}"
+        used = self.order.ops[op]
+        if used.stream != "collective":
+            return used.label
+        return f"{used.label} -> {self.completions.get(used.collectives[0], 'wait_tensor')}"
 
 
 def _turns(program: Program) -> dict[str, tuple[int, int, int]]:
     """Regions and collectives of a program -> their places in the traced graph, to compare."""
-    known = {r.name: (r.index, 1, 0) for r in program.problem.regions}
-    known |= {c.name: (c.before, 0, i) for i, c in enumerate(program.problem.collectives)}
+    places = {r.name: (r.index, 1, 0) for r in program.problem.regions}
+    places |= {c.name: (c.before, 0, i) for i, c in enumerate(program.problem.collectives)}
     sources = {node.name: source_of(node) for node in program.module.graph.nodes}
-    return {name: known[source] for name, source in sources.items() if source in known}
+    return {name: places[source] for name, source in sources.items() if source in places}

@@ -59,16 +59,16 @@ def check_cut(cut: Cut) -> None:
 
 def _check_computed(cut: Cut) -> None:
     """Check that every op of the graph is in one region; views, which cost nothing, may be in several."""
-    expected, found = Counter[str](), Counter[str]()
+    expected, computed = Counter[str](), Counter[str]()
     top = {item for item in cut.sequence if isinstance(item, Node)}
     for counts, nodes in (
         (expected, [n for n in cut.source.graph.nodes if n not in top]),
-        (found, [n for r in cut.sequence if isinstance(r, CutRegion) for n in r.module.graph.nodes]),
+        (computed, [n for r in cut.sequence if isinstance(r, CutRegion) for n in r.module.graph.nodes]),
     ):
         counts.update(str(n.target) for n in nodes if n.op == "call_function" and not is_view(n) and not is_size(n))
-    for target in sorted(expected | found):
-        if expected[target] != found[target]:
-            _broken("regions", f"{target} is computed {found[target]} times, {expected[target]} in the traced graph")
+    for target in sorted(expected | computed):
+        if expected[target] != computed[target]:
+            _broken("regions", f"{target} is computed {computed[target]} times, {expected[target]} in the traced graph")
 
 
 def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
@@ -81,13 +81,13 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
-        known = weights[weight.name]  # equal digests, so the names are the same
-        if weight.nbytes != known.nbytes:
-            _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {known.nbytes}")
+        expected = weights[weight.name]  # equal digests, so the names are the same
+        if weight.nbytes != expected.nbytes:
+            _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
         if weight.home == "device":
             continue
-        if known.keep is not None:
-            _broken("planned", f"{weight.name} is streamed, but must stay: {known.keep}")
+        if expected.keep is not None:
+            _broken("planned", f"{weight.name} is streamed, but must stay: {expected.keep}")
         if weight.offset is None or weight.offset % ALIGNMENT or weight.offset + weight.nbytes > plan.arena_bytes:
             _broken("planned", f"the slot of {weight.name} at {weight.offset} is not aligned or leaves the arena")
         if len(weight.windows) != chunk_count(weight.nbytes, plan.chunk_bytes):

@@ -45,9 +45,9 @@ class Call:
 
     def problem(self) -> Problem:
         """The problem of the graph, with the names of the cycle."""
-        found = self.cut.problem
-        regions = tuple(self._region(r) for r in found.regions)
-        return replace(found, regions=regions, weights=tuple(self._weight(w) for w in found.weights))
+        problem = self.cut.problem
+        regions = tuple(self._region(r) for r in problem.regions)
+        return replace(problem, regions=regions, weights=tuple(self._weight(w) for w in problem.weights))
 
     def _region(self, region: Region) -> Region:
         weights = tuple(self.names[w] for w in region.weights)
@@ -55,8 +55,8 @@ class Call:
 
     def _block(self, region: Region) -> str:
         """The block of a region, by the names of its weights: the graph may be that of a block, compiled for another."""
-        found = {block_of(self.names[name]) for name in region.weights}
-        return found.pop() if len(found) == 1 else region.block
+        blocks = {block_of(self.names[name]) for name in region.weights}
+        return blocks.pop() if len(blocks) == 1 else region.block
 
     def _weight(self, weight: Weight) -> Weight:
         name = self.names[weight.name]
@@ -83,7 +83,7 @@ class Cycle:
     @cached_property
     def prefetches(self) -> tuple[tuple[int, Node, Prefetch], ...]:
         """The prefetches of all calls, in the order of issue, each with its call."""
-        return tuple((number, *found) for number, call in enumerate(self.calls) for found in prefetches(call))
+        return tuple((number, *pair) for number, call in enumerate(self.calls) for pair in prefetches(call))
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -109,8 +109,8 @@ class Border:
 
 def block_of(weight: str) -> str:
     """The name of the block that a weight is in, by its own name; empty if it is in none."""
-    found = _BLOCK_PREFIX.match(weight)
-    return found[0] if found is not None else ""
+    prefix = _BLOCK_PREFIX.match(weight)
+    return prefix[0] if prefix is not None else ""
 
 
 def join(calls: Sequence[Call]) -> Problem:
@@ -127,11 +127,11 @@ def join(calls: Sequence[Call]) -> Problem:
             collectives.append(replace(c, name=name, before=start + c.before, until=start + c.until))
         for weight in problem.weights:
             uses = tuple(start + use for use in weight.uses)
-            known = weights.get(weight.name)
-            if known is None:
+            joined = weights.get(weight.name)
+            if joined is None:
                 weights[weight.name] = replace(weight, index=len(weights), uses=uses)
             else:
-                weights[weight.name] = replace(known, uses=known.uses + uses, keep=known.keep or weight.keep)
+                weights[weight.name] = replace(joined, uses=joined.uses + uses, keep=joined.keep or weight.keep)
     return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()))
 
 

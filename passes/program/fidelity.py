@@ -67,8 +67,8 @@ def _kernels(program: Program, name: str) -> str:
     call = next(n for n in program.module.graph.nodes if n.name == name)
     region = program.regions.get(str(call.target))
     nodes = () if region is None else region.module.graph.nodes
-    found = dict.fromkeys(kernel_name(n) for n in nodes if written_by(n))
-    return f" (by the kernel {', '.join(found)})" if found else ""
+    kernels = dict.fromkeys(kernel_name(n) for n in nodes if written_by(n))
+    return f" (by the kernel {', '.join(kernels)})" if kernels else ""
 
 
 def check_operands(program: Program) -> Iterator[str]:
@@ -99,10 +99,10 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
             continue
         name = source_of(node)
         seen.add(name)
-        found = flow_line("input", inputs[node]) if node in inputs else _flow(program, node)
+        line = flow_line("input", inputs[node]) if node in inputs else _flow(program, node)
         expected = program.data_flow.get(name)
-        if found != expected:
-            yield f"{name} is {found}, but the traced graph has {expected}"
+        if line != expected:
+            yield f"{name} is {line}, but the traced graph has {expected}"
     for name in sorted(program.data_flow.keys() - seen):
         yield f"{name} of the traced graph is missing"
 
@@ -114,18 +114,18 @@ def _flow(program: Program, node: Node) -> str:
     if node.op == "output":
         return flow_line("return", map_arg(node.args, source_of))
     if node.op == "call_module":
-        known = program.regions.get(str(node.target))
+        region = program.regions.get(str(node.target))
         operands = [
             source_of(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
         ]
-        return flow_line(known.info.key if known else "?", operands)
+        return flow_line(region.info.key if region else "?", operands)
     if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
         return flow_line("output", [source_of(node.all_input_nodes[0]), node.args[1]])
     return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), source_of))
 
 
-def _first_difference(what: str, expected: list[str], found: list[str]) -> str:
-    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
+def _first_difference(what: str, expected: list[str], actual: list[str]) -> str:
+    for position, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a != b:
             return f"{what} {position} is {b}, but the traced graph has {a} there: ranks would meet in the wrong order"
-    return f"the program has {len(found)} {what}s, the traced graph has {len(expected)}"
+    return f"the program has {len(actual)} {what}s, the traced graph has {len(expected)}"

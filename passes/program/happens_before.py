@@ -136,24 +136,24 @@ class HappensBefore:
 
 
 def _unroll(cycle: Cycle, turn: int, steps: int) -> Iterator[Op]:
-    found = arrivals(cycle)
+    marks = arrivals(cycle)
     yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
     for weight in cycle.plan.streamed:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
             kept = Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
-            yield replace(kept, mark=found.marked.get(weight.name))
+            yield replace(kept, mark=marks.marked.get(weight.name))
     for node in border(cycle, 0).prefetches:  # what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None:
-            yield from _chunks(prefetch, 0, turn, PRIMING, found.marked.get(node))
+            yield from _chunks(prefetch, 0, turn, PRIMING, marks.marked.get(node))
     for step in range(steps):
         for number, program in enumerate(cycle.calls):
-            for op in ops_of_call(program, found, turn, step):
+            for op in ops_of_call(program, marks, turn, step):
                 yield replace(op, call=number) if number else op
 
 
-def ops_of_call(program: Program, found: Arrivals, turn: int = 0, step: int = 0) -> Iterator[Op]:
-    """The ops of one call of a program in its place in a cycle.  ``found``: the marks of its transfers there."""
+def ops_of_call(program: Program, marks: Arrivals, turn: int = 0, step: int = 0) -> Iterator[Op]:
+    """The ops of one call of a program in its place in a cycle.  ``marks``: the marks of its transfers there."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     released = _released(program)
     opened: int | None = None
@@ -162,9 +162,9 @@ def ops_of_call(program: Program, found: Arrivals, turn: int = 0, step: int = 0)
             if prefetch.window != opened:
                 opened = prefetch.window
                 yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
-            yield from _chunks(prefetch, position, turn, step, found.marked.get(node))
+            yield from _chunks(prefetch, position, turn, step, marks.marked.get(node))
         elif node.op not in ("placeholder", "get_attr", "output"):
-            yield from _issued(weights, node, position, turn, step, found.awaited.get(node))
+            yield from _issued(weights, node, position, turn, step, marks.awaited.get(node))
         if (values := released.get(node.name)) and node.op != "placeholder":
             label = f"release of {', '.join(values)}"
             yield Op(turn, step, position, "compute", "release", label, values=values)
@@ -176,8 +176,8 @@ def _released(program: Program) -> dict[str, tuple[str, ...]]:
     for node in program.module.graph.nodes:
         if collective_kind(node) is not None or list_of(node) is not None:
             shared.update(n.name for n in (node, *node.all_input_nodes))
-    found = {node: tuple(v for v in values if v in shared) for node, values in program.releases.items()}
-    return {node: values for node, values in found.items() if values}
+    released = {node: tuple(v for v in values if v in shared) for node, values in program.releases.items()}
+    return {node: values for node, values in released.items() if values}
 
 
 def _chunks(prefetch: Prefetch, position: int, turn: int, step: int, mark: int | None) -> Iterator[Op]:
@@ -185,8 +185,8 @@ def _chunks(prefetch: Prefetch, position: int, turn: int, step: int, mark: int |
     for chunk in range(prefetch.first, prefetch.end):
         label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
         serves = step + 1 if prefetch.next_step else step
-        made = Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
-        yield replace(made, mark=mark) if chunk == prefetch.end - 1 else made
+        op = Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
+        yield replace(op, mark=mark) if chunk == prefetch.end - 1 else op
 
 
 def _issued(

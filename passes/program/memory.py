@@ -67,10 +67,10 @@ def program_memory(program: Program) -> Memory:
     uses: dict[str, Uses] = {}
     for node in program.module.graph.nodes:
         taken = _union(of[n.name] for n in node.all_input_nodes)
-        if node.op == "call_module" and (known := effects.get(str(node.target))):
-            written = [a for i, a in enumerate(node.args) if i in known.writes and isinstance(a, Node)]
-            made = frozenset(f"{node.name}.{n}" for places in known.outputs for n in places if isinstance(n, str))
-            uses[node.name] = Uses(taken, made | _union(of[n.name] for n in written))
+        if node.op == "call_module" and (effect := effects.get(str(node.target))):
+            written = [a for i, a in enumerate(node.args) if i in effect.writes and isinstance(a, Node)]
+            allocated = frozenset(f"{node.name}.{n}" for places in effect.outputs for n in places if isinstance(n, str))
+            uses[node.name] = Uses(taken, allocated | _union(of[n.name] for n in written))
         elif node.op != "call_function":
             continue
         elif node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
@@ -80,8 +80,10 @@ def program_memory(program: Program) -> Memory:
             of[node.name] = taken  # the collective's own result
         else:
             of[node.name] = _result_memory(node, of[node.name], {n: of[n.name] for n in node.all_input_nodes})
-            made = of[node.name] if collective_kind(node) is not None else frozenset()
-            uses[node.name] = Uses(taken, made | _union(of[n.name] for n in _written_operands(node, program.module)))
+            allocated = of[node.name] if collective_kind(node) is not None else frozenset()
+            uses[node.name] = Uses(
+                taken, allocated | _union(of[n.name] for n in _written_operands(node, program.module))
+            )
     return Memory(of, uses)
 
 
@@ -91,11 +93,11 @@ def _output(node: Node, effects: Mapping[str, Effects], of: Mapping[str, frozens
     outputs = effects[str(call.target)].outputs if str(call.target) in effects else ()
     if not isinstance(position, int) or position >= len(outputs):
         return of[node.name]
-    found: set[str] = set()
+    memory: set[str] = set()
     for place in outputs[position]:
         operand = call.args[place] if isinstance(place, int) and place < len(call.args) else None
-        found |= of[operand.name] if isinstance(operand, Node) else {f"{call.name}.{place}"}
-    return frozenset(found)
+        memory |= of[operand.name] if isinstance(operand, Node) else {f"{call.name}.{place}"}
+    return frozenset(memory)
 
 
 def effects_of(module: GraphModule) -> Effects:
@@ -149,16 +151,16 @@ def _written_operands(node: Node, module: GraphModule) -> list[Node]:
 
 def _marked(node: Node, write: bool = False) -> list[Node]:
     """The operands that a result may share memory with, by the op's schema; with ``write``, those that it writes to."""
-    found: list[Node] = []
+    marked: list[Node] = []
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return found
+        return marked
     for position, argument in enumerate(target._schema.arguments):
         alias = argument.alias_info
         if alias is not None and (alias.is_write or not write):
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            map_arg(value, found.append)
-    return found
+            map_arg(value, marked.append)
+    return marked
 
 
 def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:

@@ -43,9 +43,9 @@ def reads_from(cycle: Cycle, call: int, at: Border, drive: Collection[str]) -> R
     """
     if not drive:
         return Reads((), (), 0)
-    found = [(number, op) for number, _, op in cycle.prefetches if op.weight in drive]
+    reads = [(number, op) for number, _, op in cycle.prefetches if op.weight in drive]
     first = (op for node in at.prefetches if (op := prefetch_of(node)) and op.weight in drive)
-    return Reads(tuple(first), tuple(op for _, op in found), sum(number < call for number, _ in found))
+    return Reads(tuple(first), tuple(op for _, op in reads), sum(number < call for number, _ in reads))
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
@@ -71,7 +71,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 def _check_order(reads: Reads, order: HappensBefore, drive: Collection[str]) -> Iterator[str]:
     copied = [(op.weight, op.chunk) for op in order.ops if op.kind == "chunk" and op.serves is not None]
-    expected = [found for found in copied if found[0] in drive]
+    expected = [pair for pair in copied if pair[0] in drive]
     read = [(op.weight, chunk) for op in reads.passes(order.steps) for chunk in range(op.first, op.end)]
     for number, (ours, theirs) in enumerate(zip(read, expected, strict=False)):
         if ours != theirs:

@@ -187,20 +187,20 @@ class _Writer:
 
 
 def _identifier(name: str) -> str:
-    found = re.sub(r"\W|^(?=\d)", "_", name)
-    return f"{found}_" if keyword.iskeyword(found) else found
+    identifier = re.sub(r"\W|^(?=\d)", "_", name)
+    return f"{identifier}_" if keyword.iskeyword(identifier) else identifier
 
 
 def program_items(program: Program) -> list[tuple[Node, ScheduleItem | None]]:
     """Every node of a program and its schedule item, None for inputs, constants and outputs of regions."""
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
-    found: list[tuple[Node, ScheduleItem | None]] = []
+    items: list[tuple[Node, ScheduleItem | None]] = []
     barrier = False  # backward, because a wait is a barrier if a collective follows it
     for node in reversed(program.module.graph.nodes):
         item: ScheduleItem | None = prefetch_of(node)
         if node.target is WAIT:
-            found.append((node, Wait(str(node.args[0]), barrier)))
+            items.append((node, Wait(str(node.args[0]), barrier)))
             continue
         barrier = collective_kind(node) is not None
         if barrier:
@@ -211,8 +211,8 @@ def program_items(program: Program) -> list[tuple[Node, ScheduleItem | None]]:
             item = Compute(regions[node.name])
         elif is_wait_tensor(node):
             item = Await(collectives[source_of(collective_of(node))])
-        found.append((node, item))
-    return found[::-1]
+        items.append((node, item))
+    return items[::-1]
 
 
 def source_of(node: Node) -> str:

@@ -85,21 +85,21 @@ def verify_call(
     cycle: Cycle,
     call: int,
     program: Program,
-    known: Arrivals,
-    found: Arrivals,
+    marks: Arrivals,
+    own_marks: Arrivals,
     keys: MutableMapping[GraphModule, str] | None = None,
 ) -> None:
     """Prove that a program may take the place of a call of a proved cycle: it moves and reads the same weights there.
 
-    ``known``: the marks of the cycle.  ``found``: those with which the program runs.  ``keys``: see check_data_flow.
+    ``marks``: the marks of the cycle.  ``own_marks``: those with which the program runs.  ``keys``: see check_data_flow.
     Only the program and the call are unrolled, because the others stay.  Raises FindingError if it may not.
     """
-    violations = _check_place(cycle, call, program, known, found, {} if keys is None else keys)
+    violations = _check_place(cycle, call, program, marks, own_marks, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
 
 
-def _raise_violations(what: str, found: Iterable[str]) -> None:
-    violations = list(found)
+def _raise_violations(what: str, sentences: Iterable[str]) -> None:
+    violations = list(sentences)
     if violations:
         shown = "\n".join(f"  {v}" for v in violations[:10])
         more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
@@ -110,7 +110,7 @@ def check(program: Program | Cycle, order: HappensBefore | None = None) -> Itera
     """The violations of a program or a cycle, as sentences.  ``order``: its own, if it has been computed already."""
     cycle = Cycle.of(program)
     order = order or HappensBefore((cycle,), CHECKED_STEPS)
-    alone = len(cycle.calls) == 1
+    single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
     memories = list[Memory]()
@@ -127,7 +127,7 @@ def check(program: Program | Cycle, order: HappensBefore | None = None) -> Itera
     yield from check_borders(cycle, order)
     yield from check_reads(cycle, order)
     for call, memory in zip(cycle.calls, memories, strict=True):
-        yield from check_collectives(call, memory, order if alone else None)
+        yield from check_collectives(call, memory, order if single else None)
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
@@ -208,8 +208,8 @@ def _check_place(
     cycle: Cycle,
     call: int,
     program: Program,
-    known: Arrivals,
-    found: Arrivals,
+    marks: Arrivals,
+    own_marks: Arrivals,
     keys: MutableMapping[GraphModule, str],
 ) -> Iterator[str]:
     misplaced = list(check_operands(program))
@@ -235,10 +235,10 @@ def _check_place(
                 streamed.intersection(op.reads),
                 op.kind in _WINDOWED and op.label,
             )
-            for op in ops_of_call(placed, marks)
+            for op in ops_of_call(placed, its_marks)
             if op.kind not in ("other", "release") or op.reads
         ]
-        for placed, marks in ((cycle.calls[call], known), (program, found))
+        for placed, its_marks in ((cycle.calls[call], marks), (program, own_marks))
     )
     if before != after or program.plan is not cycle.plan:
         yield f"call {call}: the program does not move or read the weights of the cycle there"
@@ -259,7 +259,7 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
             yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
     if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
         yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
-    copies = [i for found in (*life.kept.values(), *life.chunks.values()) for i in found]
+    copies = [i for indices in (*life.kept.values(), *life.chunks.values()) for i in indices]
     for read in life.reads:
         waits = [w for w in life.waits if order.ordered(w, read)]
         for chunk in copies:
