@@ -25,6 +25,7 @@ from chunkflow_compile.passes.names import (
     Yield,
 )
 from chunkflow_compile.passes.pipeline import Settings, check_disabled
+from chunkflow_compile.passes.placement.place import check_goal
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
@@ -158,24 +159,11 @@ class Options:
         """Check the goal and the hardware, before anything is traced."""
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
-        if self.slowdown is not None and not self.slowdown >= 1:
-            raise ChunkflowError(
-                f"Option slowdown={self.slowdown} is below 1: no plan beats all weights on the device."
-            )
-        if self.memory is not None and self.slowdown is not None:
-            raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
+        check_goal(self.policy, self.memory, self.slowdown, self.yields)
         if self.plan is not None and (self.memory is not None or self.slowdown is not None):
             raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
         if self.plan is not None and self.replan_after:
             raise ChunkflowError("Give a plan or replan_after, not both: replan_after would replace the plan.")
-        if self.slowdown is not None and self.policy != "chunkflow":
-            raise ChunkflowError(
-                f"Policy {self.policy} has one plan only: slowdown={self.slowdown} would change nothing; leave it out."
-            )
-        if self.yields != "auto" and self.policy != "chunkflow":
-            raise ChunkflowError(
-                f"Policy {self.policy} has one plan only: yield={self.yields} would change nothing; leave it out."
-            )
         self.memory_bytes()
         self.pin_bytes()
         self.profile()

@@ -170,12 +170,11 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """Bytes copied to the device in one step."""
-        return sum(
-            self.span(w, r.first, r.end)[1] - self.span(w, r.first, r.end)[0]
-            for w in self.streamed
-            for r in runs(w.windows)
-            if r.window is not None
-        )
+        return sum(map(self.streamed_bytes, self.streamed))
+
+    def streamed_bytes(self, weight: WeightPlan) -> int:
+        """Bytes of a weight that are copied in one step."""
+        return sum(self.nbytes(weight, r.first, r.end) for r in runs(weight.windows) if r.window is not None)
 
     @cached_property
     def drive_rate(self) -> float | None:
@@ -184,13 +183,18 @@ class Plan:
         for span in self.predicted.spans if self.predicted is not None else ():
             if span.lane == "read":
                 name, first, end = span_chunks(span.name)
-                begin, stop = self.span(weights[name], first, end)
-                nbytes, seconds = nbytes + stop - begin, seconds + span.end - span.start
+                nbytes += self.nbytes(weights[name], first, end)
+                seconds += span.end - span.start
         return nbytes / seconds if seconds else None
 
     def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:
         """The bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
+
+    def nbytes(self, weight: WeightPlan, first: int, end: int) -> int:
+        """How many bytes chunks ``[first, end)`` of a weight have."""
+        begin, stop = self.span(weight, first, end)
+        return stop - begin
 
     def check_problem(self, problem: Problem) -> None:
         """Raise ChunkflowError if the plan was made for another model, size, degree or cut."""

@@ -56,5 +56,4 @@ def calls_table(calls: Sequence[CallFigures]) -> str:
 
 def _copied_bytes(plan: Plan, ops: Sequence[Prefetch]) -> int:
     weights = {w.name: w for w in plan.streamed}
-    spans = (plan.span(weights[op.weight], op.first, op.end) for op in ops)
-    return sum(end - begin for begin, end in spans)
+    return sum(plan.nbytes(weights[op.weight], op.first, op.end) for op in ops)

@@ -139,7 +139,7 @@ def around(start: float, end: float, step: float) -> Iterator[tuple[float, float
 
 def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
     block_of = {w.name: plan.regions[w.first_use].block for w in plan.weights if w.first_use >= 0}
-    sizes = {w.name: w for w in plan.weights}
+    weights = {w.name: w for w in plan.weights}
     regions = iter(plan.regions)
     for span in spans:
         if span.lane == "compute":
@@ -150,9 +150,8 @@ def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
             yield _bar(span, "collective", kind.replace("_", "-"), "", span.name)
         elif span.lane == "copy" or span.lane == "read":
             name, first, end = span_chunks(span.name)
-            begin, stop = plan.span(sizes[name], first, end)
-            label = weight_label(name, block_of[name])
-            yield _bar(span, span.lane, label, block_of[name], f"chunks {first} to {end - 1}, {size(stop - begin)}")
+            detail = f"chunks {first} to {end - 1}, {size(plan.nbytes(weights[name], first, end))}"
+            yield _bar(span, span.lane, weight_label(name, block_of[name]), block_of[name], detail)
 
 
 def _bar(span: Span, lane: StepLane, label: str, block: str, detail: str) -> Bar:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from tabulate import tabulate
 
-from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
+from chunkflow_compile.passes.plan import Plan, WeightPlan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import size
 
@@ -34,7 +34,7 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
     ]
     drive = {w.name: w.nbytes for w in problem.weights if w.drive}
     if drive:
-        read = sum(streamed_bytes(plan, w) for w in plan.weights if w.name in drive)
+        read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
         rows.insert(
             -1, ("read from the drive", f"{size(read * forwards)}, of {size(sum(drive.values()))} that are there")
         )
@@ -59,16 +59,10 @@ def blocks_table(plan: Plan, problem: Problem) -> str:
 
 def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
     total = sum(w.nbytes for w in weights)
-    streamed = sum(streamed_bytes(plan, w) for w in weights)
+    streamed = sum(map(plan.streamed_bytes, weights))
     slacks = [w.slack_s for w in weights if w.slack_s is not None]
     slack = f"{'waits ' * (min(slacks) < 0)}{seconds(abs(min(slacks)))}" if slacks else "-"
     return size(total), size(streamed), size(total - streamed), slack
-
-
-def streamed_bytes(plan: Plan, weight: WeightPlan) -> int:
-    """Bytes of a weight that are copied in a call."""
-    spans = (plan.span(weight, r.first, r.end) for r in runs(weight.windows) if r.window is not None)
-    return sum(end - begin for begin, end in spans)
 
 
 def weights_table(plan: Plan) -> str:

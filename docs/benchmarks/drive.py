@@ -30,7 +30,6 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.report.plan_tables import streamed_bytes
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_buffer import buffer_of
@@ -143,7 +142,7 @@ def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[s
     drive = {
         buffer.name: buffer.nbytes for p in model.parameters() if (buffer := buffer_of(p)) and buffer.drive is not None
     }
-    planned = sum(streamed_bytes(plan, w) for w in plan.streamed if w.name in drive)
+    planned = sum(plan.streamed_bytes(w) for w in plan.streamed if w.name in drive)
     # of layerwise, the prediction is from the profile's rates, not from a run
     ahead = f"{plan.predicted.step_s / step:.3f} of it" if plan.policy == "chunkflow" else ""
     kept = size(sum(drive.values()) - planned)

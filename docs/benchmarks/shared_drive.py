@@ -37,7 +37,6 @@ from tabulate import tabulate
 from chunkflow_compile import offload, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.report.plan_tables import streamed_bytes
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 
@@ -174,7 +173,7 @@ def rank_of(rank: int, ranks: Ranks, folder: str, group: str, size_: Size, steps
         times.append(time.perf_counter() - begin)
         torch.testing.assert_close(output, expected[step % len(inputs)], atol=1e-4, rtol=1e-3)
     (plan,) = (program.plan for program in programs(model))
-    planned = sum(streamed_bytes(plan, w) for w in plan.streamed if w.nbytes >= LARGE)
+    planned = sum(plan.streamed_bytes(w) for w in plan.streamed if w.nbytes >= LARGE)
     parent.send((times[WARM:], planned))
     parent.recv()
     dist.barrier()

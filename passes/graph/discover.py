@@ -52,11 +52,10 @@ _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name i
 
 @dataclass(frozen=True)
 class DiscoveredWeight:
-    """A parameter and its placeholder.  ``readers``: the nodes that read its bytes, directly or through views."""
+    """A parameter that the graph reads, its placeholder, and why it must stay on the device, if so."""
 
     parameter: Parameter
     node: Node
-    readers: tuple[Node, ...]
     keep: str | None
 
 
@@ -66,7 +65,6 @@ class Discovery:
 
     weights: tuple[DiscoveredWeight, ...]
     weight_views: Mapping[Node, Node]
-    collectives: tuple[Node, ...]
 
 
 _WRITTEN = "forward writes it"
@@ -94,9 +92,8 @@ def discover(traced: Traced) -> Discovery:
             continue
         views.update(dict.fromkeys(chain, node))
         keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
-        weights.append(DiscoveredWeight(parameter, node, readers, keep))
-    collectives = tuple(n for n in graph.graph.nodes if collective_kind(n) is not None)
-    return Discovery(tuple(weights), views, collectives)
+        weights.append(DiscoveredWeight(parameter, node, keep))
+    return Discovery(tuple(weights), views)
 
 
 def collective_kind(node: Node) -> str | None:

@@ -59,17 +59,10 @@ def place(
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``.
     ``timings``: measurements of the problem, in place of the profile's rates.
-    Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
-    the program needs, if the policy ignores an argument, or if the timings are of another problem.
+    Raises ChunkflowError for a goal that check_goal refuses, if ``memory`` is below the least that the program needs, or if
+    the timings are of another problem.
     """
-    if memory is not None and slowdown is not None:
-        raise ChunkflowError("Give memory or slowdown, not both: each is computed from the other.")
-    if slowdown is not None and not slowdown >= 1:
-        raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
-    if slowdown is not None and policy != "chunkflow":
-        raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
-    if yields != "auto" and policy != "chunkflow":
-        raise ChunkflowError(f"Policy {policy} has one plan only: yield={yields} would change nothing.")
+    check_goal(policy, memory, slowdown, yields)
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside)
     builder = Builder(planner, planner.simulator.hardware, policy, inside)
     if policy == "chunkflow":
@@ -92,6 +85,20 @@ def place(
             "it has no smaller plan."
         )
     return plan
+
+
+def check_goal(policy: Policy, memory: object, slowdown: float | None, yields: Yield) -> None:
+    """Raise ChunkflowError if both goals are passed, if ``slowdown`` is below 1, or if the policy ignores an argument."""
+    if memory is not None and slowdown is not None:
+        raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
+    if slowdown is not None and not slowdown >= 1:
+        raise ChunkflowError(f"Option slowdown={slowdown} is below 1: no plan beats all weights on the device.")
+    for name, ignored in (
+        (f"slowdown={slowdown}", slowdown is not None),
+        (f"yield={yields}", yields != "auto"),
+    ):
+        if ignored and policy != "chunkflow":
+            raise ChunkflowError(f"Policy {policy} has one plan only: {name} would change nothing; leave it out.")
 
 
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:

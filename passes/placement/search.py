@@ -79,9 +79,9 @@ class Planner:
         self._strained: dict[tuple[tuple[int | None, ...], bool], float] = {}
         self._slower = simulator.with_slower_copies(STRAIN)
 
-    def floor(self) -> int:
+    def floor(self, residents: int = 0) -> int:
         """The fewest weight bytes on the device with which the program can run, before slots are assigned."""
-        return self._floor(0)
+        return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
 
     def candidate(self, residents: int, limit: int | None, hard: bool = False) -> Candidate | None:
         """The candidate, None if ``limit`` is less than one region reads."""
@@ -111,10 +111,9 @@ class Planner:
         )
 
     def _ops(self, placed: Sequence[int | None], hard: bool) -> Transfers:
-        ops = transfers(self.problem, as_windows(self.chunks, placed, self.count))
-        if hard:
-            ops = transfers(self.problem, as_windows(self.chunks, placed, self.count), barriers(self.problem, ops))
-        return ops
+        windows = as_windows(self.chunks, placed, self.count)
+        ops = transfers(self.problem, windows)
+        return transfers(self.problem, windows, barriers(self.problem, ops)) if hard else ops
 
     def everything(self) -> Candidate:
         """All weights resident."""
@@ -132,7 +131,7 @@ class Planner:
         natural = self.candidate(0, None)
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
-        most = _bisect(0, len(self.chunks), lambda m: self._floor(m + 1) > memory)
+        most = _bisect(0, len(self.chunks), lambda m: self.floor(m + 1) > memory)
         candidates: list[Candidate] = []
         low, high = 0, most
         for samples in (_SAMPLES, _SAMPLES // 2):
@@ -170,7 +169,7 @@ class Planner:
         for extra in (0, total // 64, total // 24, total // 8):
             residents = min(enough + extra, total)
             least = min((c.nbytes for c in candidates), default=None)
-            if least is not None and self._floor(residents) >= least:
+            if least is not None and self.floor(residents) >= least:
                 continue
             candidates += self._shrink(residents, step_s)
         candidates += [c for c in self._others(None) if c.step_s <= step_s]
@@ -234,9 +233,6 @@ class Planner:
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
-
-    def _floor(self, residents: int) -> int:
-        return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
 
     def _latest(self, residents: int, chunks: Sequence[Chunk]) -> list[int]:
         if residents not in self._late:

@@ -57,8 +57,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
         return
 
     def nbytes(op: Prefetch) -> int:
-        begin, end = plan.span(weights[op.weight], op.first, op.end)
-        return end - begin
+        return plan.nbytes(weights[op.weight], op.first, op.end)
 
     for call in range(len(cycle.calls)):
         reads = reads_from(cycle, call, border(cycle, call), drive)
