@@ -26,7 +26,6 @@ from typing import Generic, Literal, TypeVar
 
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.plan import span_name
 from chunkflow_compile.passes.ring import ring_bytes, room
 
 IDLE = float("inf")
@@ -53,13 +52,10 @@ class Transfer:
     and the link for ``copy_s``."""
 
     op: Prefetch
+    name: str
     nbytes: int
     copy_s: float
     read_s: float | None
-
-    @property
-    def name(self) -> str:
-        return span_name(self.op.weight, self.op.first, self.op.end)
 
 
 class Queue(Generic[Op]):

@@ -7,13 +7,13 @@ them occupies, and how they meet, is in ``resources.py``.  The timeline knows no
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.plan import Lane, Plan, Span
+from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 
 from .resources import IDLE, Drive, Phase, Queue, Transfer, stretches
@@ -24,23 +24,23 @@ MOST_STEPS = 12
 _SETTLED = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Timeline:
-    """One step in the steady state.  Seconds; fields and ``spans`` as in :class:`Prediction`.
+    """One step: its sums while it is played, then those in the steady state.  Fields and ``spans`` as in :class:`Prediction`.
 
     ``slack``: weight -> seconds from its arrival to its first reader, negative if the reader waited.  ``peak_bytes``:
     most streamed bytes in slots at once.
     """
 
-    step_s: float
-    compute_s: float
-    exposed_s: float
-    collective_s: float
-    inflation_s: float
-    copy_s: float
-    peak_bytes: int
-    slack: Mapping[str, float]
-    spans: tuple[Span, ...]
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    exposed_s: float = 0.0
+    collective_s: float = 0.0
+    inflation_s: float = 0.0
+    copy_s: float = 0.0
+    peak_bytes: int = 0
+    slack: dict[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
 
 
 class Simulator:
@@ -99,7 +99,7 @@ class Simulator:
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
         read_s = self.read_seconds(op.weight, op.first, op.end) if op.weight in self.drive else None
-        return Transfer(op, nbytes, copy_s, read_s)
+        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s)
 
     def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
@@ -110,25 +110,10 @@ class Simulator:
         return self.play(schedule(self.problem, transfers_of(self.problem, plan)), spans=False).step_s
 
 
-@dataclass
-class _StepSums:
-    """The sums of the step under way."""
-
-    start: float
-    compute: float = 0.0
-    exposed: float = 0.0
-    collective: float = 0.0
-    inflation: float = 0.0
-    copy: float = 0.0
-    peak: int = 0
-    slack: dict[str, float] = field(default_factory=dict)
-    spans: list[tuple[Lane, str, float, float]] = field(default_factory=list)
-
-
 class _Run:
     def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], spans: bool) -> None:
         self.simulator = simulator
-        self.spans = spans
+        self.recording = spans
         self.stretch = stretches(simulator.hardware)
         self.items = [simulator.transfer(item) if isinstance(item, Prefetch) else item for item in items]
         transfers = [item for item in self.items if isinstance(item, Transfer)]
@@ -138,7 +123,8 @@ class _Run:
         self.drive = Drive([t for t in transfers if t.read_s is not None])
         self.now = 0.0
         self.region_end = IDLE  # of the region under way
-        self.step = _StepSums(0.0)
+        self.step = Timeline()
+        self.spans: list[Span] = []
         # Bytes of streamed weights: of each weight in a step, and those in slots now.
         self.streamed: dict[str, int] = {}
         for transfer in transfers:
@@ -154,21 +140,23 @@ class _Run:
                 self._issue(item)
         previous: tuple[float, ...] = ()
         for _ in range(MOST_STEPS):
-            self.step = _StepSums(self.now, peak=self.live)
+            begin, self.step = self.now, Timeline(peak_bytes=self.live)
+            self.spans.clear()
             for item in self.items:
                 self._run(item)
             # A copy that ends with the step belongs to it, despite rounding errors.
             if self.copying and self.copies.left <= _SETTLED * self.copies.ops[0].copy_s:
                 self._end_copy()
-            length = self.now - self.step.start
+            length = self.now - begin
             # Compare more than the length: if collectives determine it, it settles while copies still catch up.
             left = [0.0 if lane.left == IDLE else lane.left for lane in (self.copies, self.drive)]
-            sums = (self.step.exposed, self.step.copy, self.step.inflation)
+            sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
             state = (length, *sums, *left, len(self.copies.ops), self.drive.used)
             if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
             previous = state
-        return self._timeline(length)
+        spans = tuple(Span(s.lane, s.name, s.start - begin, s.end - begin) for s in self.spans)
+        return replace(self.step, step_s=length, spans=spans)
 
     def _run(self, item: ScheduleItem | Transfer) -> None:
         if isinstance(item, Transfer):
@@ -186,6 +174,10 @@ class _Run:
         else:
             self.live -= self.streamed[item.weight]
 
+    def _record(self, lane: Lane, name: str, start: float) -> None:
+        if self.recording:
+            self.spans.append(Span(lane, name, start, self.now))
+
     def _issue(self, transfer: Transfer) -> None:
         self.copies.issue(transfer, transfer.op.weight)
         self._start_copy()
@@ -194,9 +186,9 @@ class _Run:
         reached, step = self.now, self.step
         self._advance_to(self.copies, item.weight)
         waited = self.now - reached
-        step.exposed += waited
-        if waited and self.spans:
-            step.spans.append(("barrier" if item.barrier else "stall", item.weight, reached, self.now))
+        step.exposed_s += waited
+        if waited:
+            self._record("barrier" if item.barrier else "stall", item.weight, reached)
         if not item.barrier:
             step.slack[item.weight] = -waited if waited else reached - self.arrival.get(item.weight, reached)
 
@@ -207,9 +199,8 @@ class _Run:
         while self.now < self.region_end:
             self._advance()
         self.region_end = IDLE
-        self.step.compute += self.now - start
-        if self.spans:
-            self.step.spans.append(("compute", self.simulator.problem.regions[region].name, start, self.now))
+        self.step.compute_s += self.now - start
+        self._record("compute", self.simulator.problem.regions[region].name, start)
 
     def _advance_to(self, queue: Queue[Transfer] | Queue[int], name: str | int) -> None:
         """Advance to the end of the newest op of a weight or collective."""
@@ -230,7 +221,7 @@ class _Run:
         delta = min(copy_s, collective_s, region_s, read_s)
         self.now = self.region_end if delta == region_s else self.now + delta
         if copying:
-            self.step.copy += delta
+            self.step.copy_s += delta
         copies.left -= delta / slower_copy
         collectives.left -= delta / slower_collective
         drive.left -= delta
@@ -264,13 +255,12 @@ class _Run:
             return
         self.copies.start, self.copies.left = self.now, transfer.copy_s
         self.live += transfer.nbytes
-        self.step.peak = max(self.step.peak, self.live)
+        self.step.peak_bytes = max(self.step.peak_bytes, self.live)
 
     def _end_copy(self) -> None:
         transfer = self.copies.end()
         self.arrival[transfer.op.weight] = self.now
-        if self.spans:
-            self.step.spans.append(("copy", transfer.name, self.copies.start, self.now))
+        self._record("copy", transfer.name, self.copies.start)
         if transfer.read_s is not None:
             self.drive.release(transfer)
             self.drive.begin(self.now)
@@ -280,8 +270,7 @@ class _Run:
 
     def _end_read(self) -> None:
         start, transfer = self.drive.start, self.drive.end()
-        if self.spans:
-            self.step.spans.append(("read", transfer.name, start, self.now))
+        self._record("read", transfer.name, start)
         self.drive.begin(self.now)
         self._start_copy()
 
@@ -305,25 +294,9 @@ class _Run:
             return
         index = self.collectives.end()
         took = self.now - self.collectives.start
-        self.step.collective += took
-        self.step.inflation += took - self.simulator.collective_s[index]
-        if self.spans:
-            name = self.simulator.problem.collectives[index].name
-            self.step.spans.append(("collective", name, self.collectives.start, self.now))
+        self.step.collective_s += took
+        self.step.inflation_s += took - self.simulator.collective_s[index]
+        self._record("collective", self.simulator.problem.collectives[index].name, self.collectives.start)
         if self.collectives.ops:
             self._start_collective()
         self._start_copy()
-
-    def _timeline(self, length: float) -> Timeline:
-        step = self.step
-        return Timeline(
-            step_s=length,
-            compute_s=step.compute,
-            exposed_s=step.exposed,
-            collective_s=step.collective,
-            inflation_s=step.inflation,
-            copy_s=step.copy,
-            peak_bytes=step.peak,
-            slack=step.slack,
-            spans=tuple(Span(n, m, a - step.start, b - step.start) for n, m, a, b in step.spans),
-        )
