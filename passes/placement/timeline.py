@@ -231,9 +231,9 @@ class _Run:
             self._end_read()
         if collective_s == delta:
             self._end_phase()
-        if self.copying != copying:  # the rest of the region runs at another rate
+        if (copies.left != IDLE) != copying:  # the rest of the region runs at another rate
             stretched, left = self.stretch["region", "copy"], self.region_end - self.now
-            self.region_end = self.now + (left * stretched if self.copying else left / stretched)
+            self.region_end = self.now + (left / stretched if copying else left * stretched)
 
     @property
     def copying(self) -> bool:
