@@ -132,7 +132,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
         raise ChunkflowError(
-            f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline or chunkflow diff."
+            f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline."
         )
     if ":" in arguments.model or ".py" in arguments.model:
         if quantize is not None:

@@ -100,7 +100,6 @@ ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
         (["timeline", "nothing.json", "--out", "x.png"], "The plan nothing.json cannot be read"),
         (["timeline", str(HERE / "slow_compute.json"), "--out", "x.png"], "This is not a ChunkFlow plan"),
         (["timeline", MODEL, "--blocks", "0", "--out", "x.png"], "--blocks must be at least 1"),
-        (["diff", "nothing.json", "nothing.json"], "The plan nothing.json cannot be read"),
         (["bench", "contention", "--arms", "resident,fast"], "there is no arm 'fast'. Use resident, layerwise"),
         (["bench", "contention", "--arms", "layerwise-prefix"], "there is no arm 'layerwise-prefix'"),
         (["bench", "contention", "--arms", "resident@40%"], "there is no arm 'resident@40%'"),

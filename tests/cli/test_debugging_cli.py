@@ -279,36 +279,6 @@ chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
 """,
         )
 
-    def test_diff(self) -> None:
-        before = self.plan("a.json", *self.target())
-        after = self.plan("b.json", *self.target(slowdown="1.2"))
-        self.assertExpectedInline(
-            cli("diff", str(before), str(after), code=1),
-            """\
-                           before    after     change
--------------------------  --------  --------  --------
-a call of the model        10.8 ms   11.2 ms   +3.8 %
-with all weights resident  10.8 ms   10.8 ms
-compute                    10.0 ms   10.0 ms
-waiting for weights        0.0 ms    0.4 ms    +0.4 ms
-collectives                0.8 ms    0.8 ms
-of it by copies            0.0 ms    0.0 ms
-copies, beside the rest    1.6 ms    1.6 ms
-weights on the device      16.0 KiB  12.0 KiB  -25.0 %
-arena                      16.0 KiB  12.0 KiB  -25.0 %
-copied                     32.0 KiB  32.0 KiB
-
-changed home: none
-
-changed window: 2 weights
-
-weight    what                             times    blocks
---------  -------------------------------  -------  ------------------
-qkv       1 of 3 chunks in another window  2        blocks.0, blocks.1
-""",
-        )
-        assert "the plans are the same" in cli("diff", str(before), str(before))
-
     def test_explain(self) -> None:
         plan = Plan.from_json(self.plan("plan.json", *self.target()).read_text())
         self.assertExpectedInline(
