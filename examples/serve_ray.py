@@ -131,7 +131,8 @@ class Rank:
         before, begun = self._publish(), time.perf_counter()
         try:
             frames = generate(self.pipe, request)
-        except (ValueError, chunkflow_compile.ChunkflowError) as error:  # the request is to blame, on any replica
+        # The request is to blame, on any replica; diffusers asserts that the Ulysses degree divides its tokens.
+        except (ValueError, AssertionError, chunkflow_compile.ChunkflowError) as error:
             raise ValueError(str(error).splitlines()[0]) from None  # what torch put on the error cannot be sent
         seconds, after = time.perf_counter() - begun, self._publish()
         counted = {field: after[name] - before.get(name, 0) for field, name in COUNTED.items()}
