@@ -131,9 +131,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     given = sizes_given(arguments)
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
-        raise ChunkflowError(
-            f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline."
-        )
+        raise ChunkflowError(f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline.")
     if ":" in arguments.model or ".py" in arguments.model:
         if quantize is not None:
             raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
