@@ -22,6 +22,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -116,7 +117,7 @@ class Rank:
                 if name.startswith("transformer") and model is not None:
                     enable_ulysses(model, arguments.ulysses)
         for path in arguments.warm:
-            chunkflow_compile.load(path)
+            torch.compiler.load_cache_artifacts(Path(path).read_bytes())
         given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
         chunkflow_compile.apply(self.pipe, self.device, memory=arguments.memory, **given)
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
@@ -270,7 +271,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="ranks of a replica")
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA; may be repeated")
-    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help="of save(); may be repeated")
+    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help="of torch.compiler.save_cache_artifacts(); may be repeated")
     parser.add_argument("--seconds", type=float, metavar="S", help="longest request, by its predicted time")
     parser.add_argument("--queue", type=int, default=100, metavar="N", help="most requests that wait for a replica")
     parser.add_argument("--host", default="127.0.0.1")
