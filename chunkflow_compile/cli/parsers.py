@@ -233,7 +233,7 @@ activations, and shows it beside other ways to run it.  Activations are those of
         _why,
         "explain why a weight is where it is, and what would change it",
         """\
-One weight's story: home, chunks, slot, when it is copied and read, slack, and what limits it.
+One weight's story: its home and why, its slot, when it is copied and read.
 Plans again with one setting changed at a time, to show what would change it.""",
         """\
 examples:
