@@ -49,8 +49,7 @@ for size in (2, 3):
 
 def in_a_fork(rank: int, printed: str, environment: dict[str, str | None], user: int) -> None:
     """Runs it in this process, as another user; what has been imported may lie where that user cannot go."""
-    import torch._inductor.config
-    import torch._inductor.standalone_compile  # noqa: F401
+    import torch._inductor.compile_fx  # noqa: F401
 
     for name, value in environment.items():
         os.environ.pop(name, None)
