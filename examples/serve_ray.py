@@ -271,7 +271,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="ranks of a replica")
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA; may be repeated")
-    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help="of torch.compiler.save_cache_artifacts(); may be repeated")
+    saved = "of torch.compiler.save_cache_artifacts(); may be repeated"
+    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help=saved)
     parser.add_argument("--seconds", type=float, metavar="S", help="longest request, by its predicted time")
     parser.add_argument("--queue", type=int, default=100, metavar="N", help="most requests that wait for a replica")
     parser.add_argument("--host", default="127.0.0.1")
