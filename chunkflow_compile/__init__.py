@@ -14,8 +14,6 @@ from chunkflow_compile.frontend.source_tree import show_backend
 if TYPE_CHECKING:
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.frontend.compile import compile as compile
-    from chunkflow_compile.model.artifacts import load as load
-    from chunkflow_compile.model.artifacts import save as save
     from chunkflow_compile.model.offload import cycles as cycles
     from chunkflow_compile.model.offload import offload as offload
     from chunkflow_compile.model.offload import programs as programs
@@ -43,7 +41,6 @@ _HOMES = {
     "cycles": "chunkflow_compile.model.offload",
     "enable_adapters": "chunkflow_compile.frontend.adapters",
     "explain": "chunkflow_compile.pipeline.explain",
-    "load": "chunkflow_compile.model.artifacts",
     "metrics": "chunkflow_compile.pipeline.metrics",
     "offload": "chunkflow_compile.model.offload",
     "programs": "chunkflow_compile.model.offload",
@@ -51,7 +48,6 @@ _HOMES = {
     "remove": "chunkflow_compile.pipeline.apply",
     "replan": "chunkflow_compile.model.replan",
     "restore": "chunkflow_compile.model.offload",
-    "save": "chunkflow_compile.model.artifacts",
     "spans": "chunkflow_compile.pipeline.spans",
     "use_adapters": "chunkflow_compile.pipeline.adapters",
 }

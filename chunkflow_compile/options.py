@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -235,19 +235,22 @@ def _read_file(path: str | Path, what: str, parse: Callable[[str], _Parsed]) -> 
 
 
 def parse_options(
-    options: Mapping[str, Any] | None, mode: str | None = None, caller: Callable[..., Any] | None = None
+    options: Mapping[str, Any] | None,
+    mode: str | None = None,
+    caller: Callable[..., Any] | None = None,
+    refused: Collection[str] = (),
 ) -> Options:
     """Check the options of the backend.  Raises ChunkflowError that names an unknown key and the nearest known one, and for
     a setting of torch that is refused.
 
     ``mode``: torch.compile's; its Inductor configuration is applied to every region.  ``caller``: the function that takes the
-    options as ``**options``; what is meant may be an argument of its own.
+    options as ``**options``; what is meant may be an argument of its own.  ``refused``: options that it does not take.
     """
     _check_settings()
     given = dict(options or {})
     own = () if caller is None else inspect.signature(caller).parameters.values()
     known = [p.name for p in own if p.default is not p.empty]
-    known += [name for f in fields(Options) if (name := ALIASES.get(f.name, f.name)) not in known]
+    known += [name for f in fields(Options) if (name := ALIASES.get(f.name, f.name)) not in (*known, *refused)]
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)

@@ -13,8 +13,8 @@ _UNITS.update({f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")})
 _LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 # Unit of a size that is shown -> its decimals: a hundredth of a GiB is as much as a small weight.
 _SHOWN = {"B": 0, "KiB": 1, "MiB": 1, "GiB": 2}
-# Bytes/s of any link or drive, as in a hardware profile: what lies outside was written without its unit.
-_RATES = 1e5, 1e12
+# Bytes/s of any link or drive: what lies outside was written without its unit.
+RATES = 1e5, 1e12
 
 
 def size(nbytes: int | None) -> str:
@@ -45,7 +45,7 @@ def _in_unit(nbytes: int) -> tuple[str, float]:
 def parse_rate(text: str, what: str) -> float:
     """``"200MB"`` or ``"200MB/s"`` as bytes/s.  Raises ChunkflowError naming ``what``, also for what no link or drive has."""
     rate = float(parse_bytes(text.removesuffix("/s"), what))
-    if not _RATES[0] <= rate <= _RATES[1]:
+    if not RATES[0] <= rate <= RATES[1]:
         raise ChunkflowError(
             f"{what}={text!r} is {rate:g} bytes/s, which no link or drive has: give a unit, such as 7GB/s."
         )

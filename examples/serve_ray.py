@@ -22,6 +22,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -116,7 +117,7 @@ class Rank:
                 if name.startswith("transformer") and model is not None:
                     enable_ulysses(model, arguments.ulysses)
         for path in arguments.warm:
-            chunkflow_compile.load(path)
+            torch.compiler.load_cache_artifacts(Path(path).read_bytes())
         given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
         chunkflow_compile.apply(self.pipe, self.device, memory=arguments.memory, **given)
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
@@ -131,7 +132,8 @@ class Rank:
         before, begun = self._publish(), time.perf_counter()
         try:
             frames = generate(self.pipe, request)
-        except (ValueError, chunkflow_compile.ChunkflowError) as error:  # the request is to blame, on any replica
+        # The request is to blame, on any replica; diffusers asserts that the Ulysses degree divides its tokens.
+        except (ValueError, AssertionError, chunkflow_compile.ChunkflowError) as error:
             raise ValueError(str(error).splitlines()[0]) from None  # what torch put on the error cannot be sent
         seconds, after = time.perf_counter() - begun, self._publish()
         counted = {field: after[name] - before.get(name, 0) for field, name in COUNTED.items()}
@@ -269,7 +271,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="ranks of a replica")
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA; may be repeated")
-    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help="of save(); may be repeated")
+    saved = "of torch.compiler.save_cache_artifacts(); may be repeated"
+    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help=saved)
     parser.add_argument("--seconds", type=float, metavar="S", help="longest request, by its predicted time")
     parser.add_argument("--queue", type=int, default=100, metavar="N", help="most requests that wait for a replica")
     parser.add_argument("--host", default="127.0.0.1")

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from chunkflow_compile.units import RATES
+
 from .errors import ChunkflowError
 
 SCHEMA = 2
@@ -241,7 +243,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "copy_slowdown": (1, 100),
     "collective_slowdown": (1, 100),
     "compute_slowdown": (1, 100),
-    "drive_bandwidth": (1e5, 1e12),
+    "drive_bandwidth": RATES,
     "node_ranks": (0, 1024),
     "node_bandwidth": (1e5, 1e13),
     "node_latency_s": (0, 1),

@@ -10,11 +10,8 @@ verified    the same program, proved safe                          verify
 from __future__ import annotations
 
 import difflib
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.discover import discover
@@ -25,7 +22,6 @@ from chunkflow_compile.passes.program.contracts import check_cut, check_plan, ch
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
-from chunkflow_compile.units import size
 
 from .errors import ChunkflowError
 from .hardware import Hardware
@@ -34,21 +30,10 @@ from .plan import Plan
 from .problem import Problem
 
 
-class PlanCache(Protocol):
-    """Plans that were made before, by :func:`plan_key`."""
-
-    def find(self, key: str, check: Callable[[Plan], object]) -> Plan | None:
-        """The plan of a key, None if there is none.  ``check``: raises ChunkflowError for a plan that does not fit."""
-
-    def keep(self, key: str, plan: Plan) -> None:
-        """Keep a plan.  Raises nothing."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of the passes.  Sizes in bytes.  ``part``, ``outside``: see place.  ``likes``: problems and their plans; a
     problem of the same structure as one of them takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
-    ``cache``: plans that were made before, None to make each.
     """
 
     hardware: Hardware
@@ -64,7 +49,6 @@ class Settings:
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
-    cache: PlanCache | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_disabled(self.disabled)
@@ -101,11 +85,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
     if settings.plan is not None:
         return settings.plan
     like = next((plan for other, plan in settings.likes if other.structure == problem.structure), None)
-    cache = settings.cache if settings.timings is None else None  # measured times are never the same again
-    key = "" if cache is None else plan_key(problem, settings, like, inside)
-    if cache is not None and (known := cache.find(key, partial(_check_known, problem, settings.memory))) is not None:
-        return known
-    plan = place(
+    return place(
         problem,
         settings.hardware,
         policy=settings.policy,
@@ -119,25 +99,6 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
         outside=settings.outside,
         timings=settings.timings,
     )
-    if cache is not None:
-        cache.keep(key, plan)
-    return plan
-
-
-def _check_known(problem: Problem, memory: int | None, plan: Plan) -> None:
-    """Raise ChunkflowError if a plan that was made before is not for this problem, or takes more than the budget."""
-    plan.check_problem(problem)
-    if memory is not None and plan.device_bytes > memory:
-        raise ChunkflowError(
-            f"The plan takes {size(plan.device_bytes)} on the device, more than memory={size(memory)}."
-        )
-
-
-def plan_key(problem: Problem, settings: Settings, like: Plan | None, inside: bool) -> str:
-    """Digest of all that :func:`place` makes a plan from.  Floats count with all their digits."""
-    bare = replace(settings, likes=(), disabled=frozenset())
-    made_from = problem, bare, None if like is None else like.digest, inside
-    return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:

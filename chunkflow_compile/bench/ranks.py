@@ -15,9 +15,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.hardware.machine import check_installed
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.quiet import quiet_diffusers, quiet_imports
-from chunkflow_compile.models.sizes import check_installed
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .job import Job, RankRun

@@ -29,7 +29,7 @@ one call.
 EPILOG = """\
 exit codes:
   0  fine
-  1  a finding: a check failed, or two plans differ
+  1  a finding: a check failed
   2  bad use: the sentence on stderr says what to change
 
 Tables go to stdout, progress to stderr; --json writes the same as JSON.

@@ -122,12 +122,6 @@ def _why(parser: ArgumentParser) -> None:
     add_json(parser, "the story")
 
 
-def _diff(parser: ArgumentParser) -> None:
-    parser.add_argument("before", metavar="A.json", help="a plan")
-    parser.add_argument("after", metavar="B.json", help="another plan")
-    add_json(parser, "the difference")
-
-
 def _timeline(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser, or_plan=True, or_blocks=True)
@@ -239,24 +233,12 @@ activations, and shows it beside other ways to run it.  Activations are those of
         _why,
         "explain why a weight is where it is, and what would change it",
         """\
-One weight's story: home, chunks, slot, when it is copied and read, slack, and what limits it.
+One weight's story: its home and why, its slot, when it is copied and read.
 Plans again with one setting changed at a time, to show what would change it.""",
         """\
 examples:
   chunkflow why wan2.2-ti2v-5b blocks.3.ffn.net.2.weight --ulysses 2
   chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a part of the name, if only one has it""",
-    ),
-    "diff": Command(
-        _diff,
-        "compare two plans",
-        """\
-Weights that changed home or window, and step time and memory before and after.  Exit code 1 if
-the plans differ, as in diff.""",
-        """\
-example:
-  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --json a.json
-  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --memory 4GiB --json b.json
-  chunkflow diff a.json b.json""",
     ),
     "timeline": Command(
         _timeline,

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(arguments, f"goal: {goal}\n\n{summary_table(plan, found.problem, found.forwards)}")
     say(arguments, f"\n{blocks_table(plan, found.problem)}")
     if arguments.weights:
-        say(arguments, f"\n{weights_table(plan)}")
+        say(arguments, f"\n{weights_table(plan.weights)}")
     write_json(arguments, plan.to_json())
     if arguments.json:
         say(arguments, f"\nplan {plan.digest}: {arguments.json}")

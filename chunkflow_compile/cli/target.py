@@ -126,14 +126,11 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     if arguments.drive is not None:
         rate = parse_rate(arguments.drive, "drive")
         settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=rate))
-    if arguments.host_memory is not None:
-        parse_bytes(arguments.host_memory, "host_memory")
+    host_memory = None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "host_memory")
     given = sizes_given(arguments)
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
-        raise ChunkflowError(
-            f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline or chunkflow diff."
-        )
+        raise ChunkflowError(f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline.")
     if ":" in arguments.model or ".py" in arguments.model:
         if quantize is not None:
             raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
@@ -148,7 +145,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
             traced = _trace(
                 arguments, lambda: trace_without_weights(build, degree, options.min_bytes, cfg_parallel=cfg_parallel)
             )
-        return _target_of(arguments.model, traced, arguments, settings, forwards)
+        return _target_of(arguments.model, traced, arguments, settings, forwards, host_memory)
     found = preset(arguments.model)
     sizes = replace(found.sizes, **given)
     found.shape(sizes)
@@ -156,7 +153,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
         traced = _trace(arguments, lambda: found.trace(degree, sizes, options.min_bytes, quantize, cfg_parallel))
     title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    return _target_of(title, traced, arguments, settings, forwards)
+    return _target_of(title, traced, arguments, settings, forwards, host_memory)
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
@@ -232,7 +229,14 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
     return hardware if nodes == 1 else replace(hardware, node_ranks=ranks // nodes)
 
 
-def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, settings: Settings, forwards: int) -> Target:
+def _target_of(
+    title: str,
+    traced: Traced,
+    arguments: argparse.Namespace,
+    settings: Settings,
+    forwards: int,
+    host_memory: int | None,
+) -> Target:
     return Target(
         title=title,
         traced=replace(traced, fused=arguments.lowering == "inductor"),
@@ -242,7 +246,7 @@ def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, settin
         machine=shown(settings.hardware, arguments),
         cfg_parallel=arguments.cfg_parallel,
         regional=arguments.regional,
-        host_memory=None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "host_memory"),
+        host_memory=host_memory,
     )
 
 

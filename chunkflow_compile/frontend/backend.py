@@ -56,7 +56,6 @@ from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.model.offload import large_weights, refuse_accelerate
 from chunkflow_compile.model.placement import Placement, placement_of, placements_around
-from chunkflow_compile.model.plan_cache import DiskPlans
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
@@ -187,7 +186,6 @@ def _compiled(
         **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
         part=part,
         outside=bytes_outside(index.root, found.values(), min_bytes, part),
-        cache=DiskPlans.here(),
     )
     made = _MakeRunner(
         chosen=chosen,

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -101,9 +101,11 @@ def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[st
         )
 
 
-def check_options(options: Mapping[str, Any], mode: str | None, caller: Callable[..., Any]) -> Options:
+def check_options(
+    options: Mapping[str, Any], mode: str | None, caller: Callable[..., Any], refused: Collection[str] = ()
+) -> Options:
     """The options of ``caller``, as :func:`parse_options`, before any weight moves: their files can be read, and written."""
-    chosen = parse_options(options, mode, caller)
+    chosen = parse_options(options, mode, caller, refused)
     chosen.settings()  # reads the plan and the timings
     if chosen.dump is not None:
         check_folder(chosen.dump)
@@ -137,7 +139,7 @@ def compile_by_kind(
         warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        _compile_module(model, options, dynamic)
+        _compile_module(model, options, dynamic, {})
         placement.progress = CompileProgress(name, 1)
         _show_progress(model, placement.progress)
         return
@@ -157,9 +159,10 @@ def compile_by_kind(
     _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, beside)
     for layer in layers.values():
         layer.forward = LayerForward(layer, options)
+    codes = dict[Callable[..., Any], CodeType]()
     for kind in kinds:
         for module in kind.members.values():
-            _compile_module(module, options, dynamic, _with_hooks, levels)
+            _compile_module(module, options, dynamic, codes, _with_hooks, levels)
     placement.progress = CompileProgress(name, len(kinds) + len(layers))
     _show_progress(model, placement.progress)
 
@@ -249,10 +252,12 @@ def _compile_module(
     module: nn.Module,
     options: Mapping[str, Any],
     dynamic: bool | None,
+    codes: dict[Callable[..., Any], CodeType],
     backend: str | Callable[..., Any] = "chunkflow",
     levels: bool = False,
 ) -> None:
-    """Compile a module in place, at its first call.  ``levels``: as in :func:`compile_by_kind`."""
+    """Compile a module in place, at its first call.  ``codes``: of the calls of torch's own modules, by their forward; it is
+    added to.  ``levels``: as in :func:`compile_by_kind`."""
     opened = levels and dynamic is None
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
@@ -266,7 +271,8 @@ def _compile_module(
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
-        called.__code__ = _code_of_calls(type(module).forward)
+        # Dynamo finds, counts and keeps compilations by code: modules that have one forward share one.
+        called.__code__ = codes.setdefault(type(module).forward, called.__code__.replace())
         module._compiled_call_impl = torch.compile(called, **more)
     if opened and (call := module._compiled_call_impl) is not None:
         module._compiled_call_impl = Opened(call)
@@ -278,12 +284,6 @@ def _through(call: Callable[..., Any]) -> FunctionType:
 
     assert isinstance(called, FunctionType)
     return called
-
-
-@functools.cache
-def _code_of_calls(forward: Callable[..., Any]) -> CodeType:
-    """Code for the calls of modules that have one ``forward``: Dynamo finds, counts and keeps compilations by code."""
-    return _through(forward).__code__.replace()
 
 
 def _warn_of_counters(kind: Kind) -> None:

@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.declared import looks_like_communication
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
@@ -160,17 +159,11 @@ def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
 
 
 def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
-    """Note the ops that are likely to communicate and that nobody declared, and those without a formula of FLOPs; log each
-    once a process."""
-    nodes = traced.graph.graph.nodes
-    alike = {n for n in nodes if looks_like_communication(n.target)}
-    computing = [n for n in nodes if n not in alike and collective_kind(n) is None]
-    sentences = [
-        f"{name}: by its name or arguments this op communicates, but it is not declared, so copies run beside it as beside "
-        "compute. Call chunkflow_compile.register_collective for it before the model is compiled."
-        for name in sorted({n.target._schema.name for n in alike})
-    ]
-    for sentence in (*sentences, *without_formula(computing).values()):
+    """Note the ops without a formula of FLOPs, and log each once a process: one that communicates may be among them."""
+    computing = [n for n in traced.graph.graph.nodes if collective_kind(n) is None]
+    for name, sentence in without_formula(computing).items():
+        if "::" in name:
+            sentence += " If ranks exchange data in it, declare that too, with chunkflow_compile.register_collective."
         note(sentence)
         _warn_once(sentence)
 

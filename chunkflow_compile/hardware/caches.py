@@ -1,7 +1,7 @@
 """The folder of torch's compile caches: where it cannot be used, this process uses another one.
 
-Inductor compiles in it, torch makes it while its compiler is imported, and plans are saved in it.  In a container it may be
-read-only, full, or of another user.  Imports no torch, whose import may be what fails.
+Inductor compiles in it, and torch makes it while its compiler is imported.  In a container it may be read-only, full, or of
+another user.  Imports no torch, whose import may be what fails.
 """
 
 from __future__ import annotations
@@ -128,17 +128,14 @@ def importing_torch() -> Iterator[None]:
         ) from error
 
 
-def check_compile_cache(needed: bool) -> bool:
-    """Whether a folder for the compile caches can be used.  ``needed``: raise ChunkflowError if none can, else warn once."""
+def check_compile_cache(needed: bool) -> None:
+    """Choose a folder for the compile caches.  Raise ChunkflowError if none can be used and one is ``needed``."""
     found = settle()
     if found.fault and needed:
         raise ChunkflowError(
             f"Inductor has no folder to compile in: {found.path} cannot be used ({found.fault}), nor can the folder for "
             f"temporary files. To go on, {FIX}, or run without it: options={{'lowering': 'eager'}}."
         )
-    if found.fault:
-        warn_once(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
-    return not found.fault
 
 
 def remove_torn() -> bool:
@@ -175,12 +172,6 @@ def _is_whole(library: Path) -> bool:
         return False
     begin, (each, count) = struct.unpack_from("<Q", head, 0x28)[0], struct.unpack_from("<HH", head, 0x3A)
     return head[4] != 2 or bool(begin + each * count <= state.st_size)
-
-
-def warn_of_plans(folder: Path, error: OSError) -> None:
-    """Warn that plans cannot be read or saved, once for each folder and cause."""
-    cause = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or str(error)
-    warn_once(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
 
 
 @functools.cache

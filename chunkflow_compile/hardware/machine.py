@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkflow_compile.hardware.caches import Folder, compile_cache, temporary_folder
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.limits import HostMemory, host_memory
 
 from .profiles import measured_profile
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
 # Of them, how those are installed that commands need, from a source tree and from a wheel.
-INSTALL = {
-    "diffusers": "pip install diffusers transformers accelerate numpy",
-    "matplotlib": "pip install matplotlib",
-}
+_DIFFUSERS = "pip install diffusers transformers accelerate numpy"
+INSTALL = {"diffusers": _DIFFUSERS, "transformers": _DIFFUSERS, "matplotlib": "pip install matplotlib"}
 _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 
 
@@ -74,6 +73,12 @@ class Machine:
     profile_fault: str
     compile_cache: Folder
     temporary: Folder
+
+
+def check_installed(what: str, name: str) -> None:
+    """Raise ChunkflowError if a library that ``what`` needs is not installed.  ``name``: a key of ``INSTALL``."""
+    if importlib.util.find_spec(name) is None:
+        raise ChunkflowError(f"{what} needs {name}, which is not installed: {INSTALL[name]}.")
 
 
 def device_name(device: torch.device) -> str:

@@ -127,15 +127,23 @@ class Preset:
         return model, inputs
 
 
-_WAN_CONFIG: Config = {
-    "patch_size": (1, 2, 2),
-    "attention_head_dim": 128,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 1024,
-}
+def _wan(*, heads: int, layers: int, mlp: int, channels: int, out: int = 16, **more: int) -> Config:
+    return {
+        "patch_size": (1, 2, 2),
+        "attention_head_dim": 128,
+        "num_attention_heads": heads,
+        "num_layers": layers,
+        "ffn_dim": mlp,
+        "in_channels": channels,
+        "out_channels": out,
+        "text_dim": 4096,
+        "freq_dim": 256,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 1024,
+        **more,
+    }
+
 
 PRESETS: Mapping[str, Preset] = {
     p.name: p
@@ -143,14 +151,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.2-ti2v-5b",
             family="wan",
-            config={
-                **_WAN_CONFIG,
-                "num_attention_heads": 24,
-                "in_channels": 48,
-                "out_channels": 48,
-                "ffn_dim": 14336,
-                "num_layers": 30,
-            },
+            config=_wan(heads=24, layers=30, mlp=14336, channels=48, out=48),
             sizes=OutputSizes(height=704, width=1280, frames=81),
             forwards=2,
             spatial=16,
@@ -159,14 +160,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.2-t2v-a14b",
             family="wan",
-            config={
-                **_WAN_CONFIG,
-                "num_attention_heads": 40,
-                "in_channels": 16,
-                "out_channels": 16,
-                "ffn_dim": 13824,
-                "num_layers": 40,
-            },
+            config=_wan(heads=40, layers=40, mlp=13824, channels=16),
             sizes=OutputSizes(height=720, width=1280, frames=81),
             forwards=2,
             spatial=8,
@@ -175,16 +169,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.1-i2v-14b",
             family="wan-i2v",
-            config={
-                **_WAN_CONFIG,
-                "num_attention_heads": 40,
-                "in_channels": 36,
-                "out_channels": 16,
-                "ffn_dim": 13824,
-                "num_layers": 40,
-                "image_dim": 1280,
-                "added_kv_proj_dim": 5120,
-            },
+            config=_wan(heads=40, layers=40, mlp=13824, channels=36, image_dim=1280, added_kv_proj_dim=5120),
             sizes=OutputSizes(height=480, width=832, frames=81),
             forwards=2,
             spatial=8,

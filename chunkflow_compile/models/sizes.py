@@ -5,13 +5,11 @@ Imports no torch until a model is made.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from chunkflow_compile.hardware.machine import INSTALL
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.hardware.machine import check_installed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,12 +48,6 @@ class Size(Shape):
         """Dimensions of a head by axis: half for time, a quarter each for height and width, all even."""
         quarter = self.head_dim // 4 // 2 * 2
         return self.head_dim - 2 * quarter, quarter, quarter
-
-
-def check_installed(what: str, name: str) -> None:
-    """Raise ChunkflowError if a package that ``what`` needs is not installed: diffusers, or transformers with it."""
-    if importlib.util.find_spec(name) is None:
-        raise ChunkflowError(f"{what} needs {name}, which is not installed: {INSTALL['diffusers']}.")
 
 
 def build_model(class_name: str, **config: Any) -> nn.Module:

@@ -30,7 +30,8 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     before, because one that does not fit the device could not be.  Raises ChunkflowError, before it waits for another
     rank, if there is no process group, if the degree does not divide the number of ranks or is not that of the group, if
     this rank is not in the group, if the degree does not divide the number of attention heads, or if the model cannot be
-    split or is split already.  A call whose tokens the degree does not divide raises one too.
+    split or is split already.  A call whose tokens the degree does not divide raises the AssertionError of diffusers, under
+    ``fullgraph=True`` inside an error of Dynamo.
     """
     degree = _checked_degree(degree, group)
     if degree == 1:
@@ -52,7 +53,6 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     for module in model.modules():
         for hook in hooks_of(module).values():
             _look_up_arguments(getattr(hook, "module_forward_metadata", None))
-            _replace_split_hook(hook)
     return model
 
 
@@ -204,16 +204,6 @@ def _check_heads(model: nn.Module, degree: int) -> None:
                     f"Ulysses over {degree} ranks splits the attention heads into {degree} equal parts, and the {heads} "
                     f"{kind} of {name} ({type(model).__name__}) cannot be split so: choose a degree of {fits}."
                 )
-
-
-def _replace_split_hook(hook: Any) -> None:
-    """Let a hook of diffusers that splits a sequence name the numbers if it cannot."""
-    from diffusers.hooks.context_parallel import ContextParallelSplitHook
-
-    from .even_split import EvenSplitHook
-
-    if type(hook) is ContextParallelSplitHook:
-        hook.__class__ = EvenSplitHook
 
 
 def _look_up_arguments(metadata: Any) -> None:

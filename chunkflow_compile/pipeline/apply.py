@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 # Components whose steps a ControlNet takes part in.
 _DENOISERS = ("transformer", "unet")
+# Options that a budget decides for each component.
+_PLANNED = {"arena", "slowdown", "plan", "policy"}
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
@@ -83,7 +85,7 @@ def apply(
     group offload, on another device, without values or compiled already, if ``memory`` cannot hold one weight of it, or if
     ``dtype`` names none of them, or would cast what is beside weights of bitsandbytes, quanto or GGUF.
     """
-    if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
+    if mine := sorted(_PLANNED & options.keys()):
         raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
     given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic}
     given |= {"adapters": None if adapters is None else _sizes(adapters), **options}
@@ -179,7 +181,7 @@ def _add(
     """Place and compile components.  If that fails, they are ordinary again."""
     enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
-    chosen = check_options(options, mode, apply)
+    chosen = check_options(options, mode, apply, _PLANNED)
     if chosen.lowering == "tensorrt":
         check_tensorrt(budget.device)
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkflow_compile.hardware.machine import INSTALL
+from chunkflow_compile.hardware.machine import check_installed
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point
 
@@ -26,16 +26,8 @@ def check_picture(path: str | Path, *others: str) -> None:
     if suffix not in (*PICTURES, *others):
         raise ChunkflowError(f"{path} has an unknown file type: use one of {', '.join((*PICTURES, *others))}.")
     if suffix in PICTURES:
-        check_matplotlib()
+        check_installed("A picture", "matplotlib")
     check_writable(Path(path))
-
-
-def check_matplotlib() -> None:
-    """Raise ChunkflowError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ChunkflowError(f"Pictures need matplotlib: {INSTALL['matplotlib']}.") from error
 
 
 def new_axes(
@@ -45,7 +37,7 @@ def new_axes(
 
     Raises ChunkflowError if matplotlib is not installed.
     """
-    check_matplotlib()
+    check_installed("A picture", "matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from tabulate import tabulate
@@ -65,7 +66,7 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
     return size(total), size(streamed), size(total - streamed), slack
 
 
-def weights_table(plan: Plan) -> str:
+def weights_table(weights: Iterable[WeightPlan]) -> str:
     """One row per weight: its home and the reason."""
-    rows = [(w.name, size(w.nbytes), w.home, w.why) for w in plan.weights]
+    rows = [(w.name, size(w.nbytes), w.home, w.why) for w in weights]
     return tabulate(rows, headers=("weight", "size", "home", "why"))

@@ -1,4 +1,4 @@
-"""Story: one weight, from its home to its last reader, and what other settings would change."""
+"""Story: one weight as ``plan --weights`` has it, when it is copied and read, and what other settings would change."""
 
 from __future__ import annotations
 
@@ -15,27 +15,12 @@ from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, s
 from chunkflow_compile.passes.problem import Problem, Weight
 from chunkflow_compile.units import size
 
-from .lanes import Lanes, around, lanes_of
+from .lanes import Bar, lanes_of
+from .plan_tables import weights_table
 from .record import fine, region_title, seconds
 
 # Most candidates listed for an ambiguous name: they fit on a screen.
 _CANDIDATES = 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkCopy:
-    """A copy of chunks ``[first, end)``, started in ``window``.
-
-    Seconds from the start of a call; negative ones are in the call before.
-    """
-
-    first: int
-    end: int
-    nbytes: int
-    window: int
-    opens_s: float
-    starts_s: float
-    arrives_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,101 +34,64 @@ class Change:
     device_bytes: int | None = None
     impossible: str = ""
 
+    def row(self) -> tuple[str, ...]:
+        if self.step_s is None:
+            return self.what, self.impossible, "", "", ""
+        slack = "" if self.slack_s is None else f"{'waits ' * (self.slack_s < 0)}{fine(abs(self.slack_s))}"
+        return self.what, f"{100 * (self.streamed or 0.0):.0f} %", slack, seconds(self.step_s), size(self.device_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One weight under a plan.  Times are seconds of one call of the model; ``readers``: region -> its label; ``reads_s``:
-    when they run; ``drive_s``: when the drive reads the weight, None if it does not."""
+    """One weight under a plan.  ``facts``: when it is read, and where it lies.  ``copies``: rows, each a run of chunks."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    home: str
-    chunks: int
-    streamed_chunks: int
-    slot: tuple[int, int] | None
-    copies: tuple[ChunkCopy, ...]
-    readers: dict[int, str]
-    reads_s: tuple[float, float] | None
-    drive_s: tuple[float, float] | None
-    slack_s: float | None
-    why: str
-    limit: str
+    title: str
+    planned: WeightPlan
+    facts: tuple[tuple[str, str], ...]
+    copies: tuple[tuple[str, str, int, str, str], ...]
     changes: tuple[Change, ...]
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.name}: {self.dtype}{list(self.shape)}, {size(self.nbytes)}",
-            tabulate(self._facts(), tablefmt="plain"),
-        ]
+        parts = [self.title, weights_table([self.planned]), tabulate(self.facts, tablefmt="plain")]
         if self.copies:
-            columns = {
-                "chunks": [f"{c.first}" if c.end == c.first + 1 else f"{c.first} to {c.end - 1}" for c in self.copies],
-                "bytes": [size(c.nbytes) for c in self.copies],
-                "window": [c.window for c in self.copies],
-                "opens at": [fine(c.opens_s) for c in self.copies],
-                "copied from": [fine(c.starts_s) for c in self.copies],
-                "to": [fine(c.arrives_s) for c in self.copies],
-            }
-            parts.append(tabulate(columns, headers="keys", disable_numparse=True))
-            if any(c.opens_s < 0 for c in self.copies):
-                parts[-1] += "\n(negative: in the call before)"
+            columns = ("chunks", "bytes", "window", "copied from", "to")
+            parts.append(tabulate(self.copies, headers=columns, disable_numparse=True))
         if self.changes:
-            parts.append(f"what would change it:\n\n{self._changes()}")
+            headers = ("with", "streamed", "slack", "a call", "weights on the device")
+            table = tabulate([change.row() for change in self.changes], headers=headers, disable_numparse=True)
+            parts.append(f"what would change it:\n\n{table}")
         return "\n\n".join(parts)
 
-    def _facts(self) -> list[tuple[str, str]]:
-        readers = ", ".join(f"region_{k} ({what})" for k, what in self.readers.items()) or "nothing"
-        rows = [("home", self.home), ("read by", readers)]
-        if self.reads_s is not None:
-            rows.append(("", f"from {fine(self.reads_s[0])} to {fine(self.reads_s[1])} of a call"))
-        if self.slot is not None:
-            rows.append(("slot", f"{size(self.slot[0])} to {size(self.slot[1])} of the arena"))
-        if self.drive_s is not None:
-            rows.append(("drive", f"reads it from {fine(self.drive_s[0])} to {fine(self.drive_s[1])} of a call"))
-        if self.slack_s is not None:
-            there = f"arrives {fine(self.slack_s)} before its first reader"
-            rows.append(("slack", there if self.slack_s >= 0 else f"its first reader waits {fine(-self.slack_s)}"))
-        return [*rows, ("why", self.why), ("limited by", self.limit)]
 
-    def _changes(self) -> str:
-        rows = []
-        for change in self.changes:
-            if change.step_s is None:
-                rows.append((change.what, change.impossible, "", "", ""))
-                continue
-            kept = f"{100 * (change.streamed or 0.0):.0f} %"
-            slack = "" if change.slack_s is None else f"{'waits ' * (change.slack_s < 0)}{fine(abs(change.slack_s))}"
-            rows.append((change.what, kept, slack, seconds(change.step_s), size(change.device_bytes)))
-        headers = ("with", "streamed", "slack", "a call", "weights on the device")
-        return tabulate(rows, headers=headers, disable_numparse=True)
-
-
-def tell(known: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
+def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
     """The story of a weight, which must be in the plan."""
-    name = known.name
-    weight = next(w for w in plan.weights if w.name == name)
-    lanes = lanes_of(plan)
-    compute, reads, uses = lanes.lane("compute"), lanes.of("read", name), known.uses
+    planned = next(w for w in plan.weights if w.name == weight.name)
+    lanes, uses = lanes_of(plan), weight.uses
+    compute, reads = lanes.lane("compute"), lanes.of("read", weight.name)
+    facts = [("read by", ", ".join(f"region_{k} ({region_title(*plan.regions[k])})" for k in uses) or "nothing")]
+    if uses:
+        facts.append(("", f"from {fine(compute[uses[0]].start)} to {fine(compute[uses[-1]].end)} of a call"))
+    if planned.offset is not None:
+        facts.append(("slot", f"{size(planned.offset)} to {size(planned.offset + planned.nbytes)} of the arena"))
+    if reads:
+        begin, end = fine(min(b.start for b in reads)), fine(max(b.end for b in reads))
+        facts.append(("drive", f"reads it from {begin} to {end} of a call"))
     return Story(
-        name=name,
-        shape=known.shape,
-        dtype=known.dtype,
-        nbytes=weight.nbytes,
-        home=_home_sentence(weight, known.drive),
-        chunks=chunk_count(weight.nbytes, plan.chunk_bytes),
-        streamed_chunks=weight.streamed_chunks,
-        slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
-        copies=tuple(_copies(plan, weight, lanes)),
-        readers={k: region_title(*plan.regions[k]) for k in uses},
-        reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
-        drive_s=(min(b.start for b in reads), max(b.end for b in reads)) if reads else None,
-        slack_s=weight.slack_s,
-        why=weight.why,
-        limit=_what_limits(plan, weight, known.keep, lanes),
+        title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.nbytes)}",
+        planned=planned,
+        facts=tuple(facts),
+        copies=tuple(_copies(plan, planned, lanes.of("copy", weight.name))),
         changes=tuple(changes),
     )
+
+
+def _copies(plan: Plan, weight: WeightPlan, copies: Iterable[Bar]) -> Iterator[tuple[str, str, int, str, str]]:
+    bars = {b.name: b for b in copies}
+    for run in runs(weight.windows):
+        if run.window is not None and (bar := bars.get(span_name(weight.name, run.first, run.end))) is not None:
+            chunks = f"{run.first}" if run.end == run.first + 1 else f"{run.first} to {run.end - 1}"
+            begin, end = plan.span(weight, run.first, run.end)
+            yield chunks, size(end - begin), run.window, fine(bar.start), fine(bar.end)
 
 
 def find_weight(problem: Problem, part: str) -> Weight:
@@ -200,74 +148,3 @@ def _alternatives(settings: Settings, drive: bool) -> Iterator[tuple[str, Settin
     if settings.chunk_bytes >= 4 * 256:
         quarter = settings.chunk_bytes // 4 // 256 * 256
         yield f"chunks of {size(quarter)}", replace(settings, chunk_bytes=quarter)
-
-
-def _home_sentence(weight: WeightPlan, drive: bool) -> str:
-    if weight.home == "device":
-        return "device: it stays there"
-    if drive:
-        return f"drive, {weight.streamed_chunks} of {len(weight.windows)} chunks read and streamed in every call"
-    kept = sum(w is None for w in weight.windows)
-    if kept:
-        return f"host, {len(weight.windows) - kept} of {len(weight.windows)} chunks streamed in every call, the others stay"
-    return f"host, streamed in every call in {len(weight.windows)} chunk{'s' * (len(weight.windows) != 1)}"
-
-
-def _what_limits(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> str:
-    if keep is not None or not weight.nbytes or weight.first_use < 0:
-        small = (keep or "").startswith("small")
-        return "min_bytes: smaller weights stay" if small else "the weight itself: no plan moves it"
-    if weight.slack_s is not None and weight.slack_s < 0:
-        if _waits_for_the_drive(weight, lanes):
-            return "the drive: its copy waits until it is read"
-        return "memory" if weight.ahead(len(plan.regions)) <= 1 else "the link"
-    if weight.streamed_chunks < chunk_count(weight.nbytes, plan.chunk_bytes):
-        return "the goal: streaming more of it would save no memory, or make the step longer than the goal allows"
-    if held := [b.collective for b in plan.barriers if weight.name in b.weights]:
-        return f"its barrier: {', '.join(held)} waits for this weight, so that no copy runs beside the collective"
-    if beside := _collectives_beside(weight, lanes):
-        return f"the link: its copy runs beside {', '.join(beside)}, and each slows the other where they share the link"
-    return "nothing: it costs the call no time"
-
-
-def _waits_for_the_drive(weight: WeightPlan, lanes: Lanes) -> bool:
-    """Whether a copy of a weight starts at the moment at which its bytes are read."""
-    read = {b.name: b.end for b in lanes.of("read", weight.name)}
-    copies = lanes.of("copy", weight.name)
-    return any(abs(b.start - read.get(b.name, -1.0)) < 1e-8 for b in copies)
-
-
-def _collectives_beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
-    """The collectives that run while the weight is copied."""
-    copies = lanes.of("copy", weight.name)
-    times = [t for b in copies for t in around(b.start, b.end, lanes.step_s)]
-    return [
-        c.name
-        for c in lanes.lane("collective")
-        if any(min(end, c.end) - max(start, c.start) > 1e-9 for start, end in times)
-    ]
-
-
-def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[ChunkCopy]:
-    predicted = plan.predicted
-    assert predicted is not None
-    compute, waited = lanes.lane("compute"), {s.before: s.end - s.start for s in lanes.stalls}
-    spans = {s.name: s for s in predicted.spans if s.lane == "copy"}
-    starts = {slot.begin: slot.start for slot in lanes.slots if slot.weight == weight.name}
-    for run in runs(weight.windows):
-        if run.window is None:
-            continue
-        begin, stop = plan.span(weight, run.first, run.end)
-        start = starts[(weight.offset or 0) + begin]
-        span = spans.get(span_name(weight.name, run.first, run.end))
-        before = weight.wraps(run.window) * predicted.step_s
-        yield ChunkCopy(
-            first=run.first,
-            end=run.end,
-            nbytes=stop - begin,
-            window=run.window,
-            # The window opens before the waits of its region.
-            opens_s=compute[run.window].start - waited.get(compute[run.window].name, 0.0) - before,
-            starts_s=start,
-            arrives_s=start + (span.end - span.start if span is not None else 0.0),
-        )

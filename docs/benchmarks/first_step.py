@@ -3,7 +3,7 @@
     python docs/benchmarks/first_step.py [--repeats 5] [--models wan-24,flux-19+38] [--out docs/benchmarks/first_step.md]
 
 Each run is a process of its own: first with empty caches, then with the caches that it left; and with what it saved
-(chunkflow_compile.save, or torch's mega-cache) and caches that are empty again, once.  The arms of a model run in turns, in
+(torch's mega-cache) and caches that are empty again, once.  The arms of a model run in turns, in
 random order.  ChunkFlow streams: its budget is half of the bytes of the weights.  Phases are what torch's own timer of
 compilations (torch._dynamo.utils.dynamo_timed) has counted, in which ChunkFlow's passes count too.
 """
@@ -78,7 +78,7 @@ def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[s
     twin = small_model(family, size)
     built, held = time.perf_counter(), peak_bytes()
     if state == LOADED:
-        load(arm, saved)
+        assert torch.compiler.load_cache_artifacts(saved.read_bytes()) is not None
     with torch.no_grad():
         run = compiled(arm, model)
         prepared = time.perf_counter()
@@ -96,8 +96,8 @@ def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[s
         assert placement is not None
         moved = placement.store.counts.moved_bytes
         assert moved > 0, "nothing streams"
-    if state == COLD:
-        save(arm, run, saved)
+    if state == COLD and (artifacts := torch.compiler.save_cache_artifacts()) is not None:
+        saved.write_bytes(artifacts[0])
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "imports": imports,
@@ -111,24 +111,6 @@ def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[s
         "timer": timer,
         "compilations": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0),
     }
-
-
-def save(arm: str, model: Any, path: Path) -> None:
-    if arm in (WHOLE, BY_KIND):
-        import chunkflow_compile
-
-        chunkflow_compile.save(model, path)
-    elif (found := torch.compiler.save_cache_artifacts()) is not None:
-        path.write_bytes(found[0])
-
-
-def load(arm: str, path: Path) -> None:
-    if arm in (WHOLE, BY_KIND):
-        import chunkflow_compile
-
-        assert chunkflow_compile.load(path) > 0
-    else:
-        assert torch.compiler.load_cache_artifacts(path.read_bytes()) is not None
 
 
 def peak_bytes() -> int:
@@ -217,8 +199,8 @@ def page(found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]]) -> str:
     text += (
         "From the call of the compiler to the first output, medians, in turns and in random order, each run in a process of\n"
         "its own. In brackets: the ratio to diffusers' `compile_repeated_blocks`; for the whole model, to plain\n"
-        "`torch.compile`. *Loaded*: with other, empty caches, and what the first process saved (`chunkflow_compile.save`,\n"
-        "torch's mega-cache). ChunkFlow streams within half of the bytes of the weights. Host memory: what the first\n"
+        "`torch.compile`. *Loaded*: with other, empty caches, and what the first process saved (torch's mega-cache).\n"
+        "ChunkFlow streams within half of the bytes of the weights. Host memory: what the first\n"
         "process needed at most above what it had before.\n\n"
     )
     text += totals_table(found) + "\n"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paper_cases import GIB, ROOMY, Result, blocks_of, breakdown
+from paper_formulas import knee as knee_of
 
-from chunkflow_compile.passes.cost.formulas import knee as knee_of
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.report.pictures import new_axes, save_figure
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paper_cases import CHUNK, DEGREE, GIB, MACHINE, MIB, ROOMY, Result, blocks_of, breakdown
-from tabulate import tabulate
-
-from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.passes.cost.formulas import (
+from paper_formulas import (
     BlockKind,
     chunk_seconds,
     critical_flops,
@@ -18,6 +15,9 @@ from chunkflow_compile.passes.cost.formulas import (
     mean_block,
     single_block_flops,
 )
+from tabulate import tabulate
+
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import Builder, place
 from chunkflow_compile.passes.placement.search import Planner

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from runs import timed
+from step_caches import STEP_CACHES, step_cache
 from tabulate import tabulate
 from torch import nn
 
@@ -27,7 +28,6 @@ from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size

@@ -1,4 +1,4 @@
 """Cost.  Input: a region's graph, or measured Timings.  Output: FLOPs and bytes, or seconds.
 
-Read count, then timings.  formulas has the paper's closed forms, for comparison only.
+Read count, then timings.
 """

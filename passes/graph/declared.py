@@ -7,7 +7,6 @@ compute: copies run beside it, and the proof does not know that ranks meet there
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,7 +14,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import KNOWN_NAMESPACES
 
 Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -24,9 +22,6 @@ Engine = Literal["sm", "copy"]
 _ENGINES: tuple[str, ...] = get_args(Engine)
 # Names of arguments that hold a process group or its name.
 _GROUPS = ("group_name", "group", "process_group", "pg")
-_LOOKS = re.compile(
-    r"all_?to_?all|a2a|all_?gather|all_?reduce|reduce_?scatter|ulysses|nccl|(^|_)(send|recv|broadcast)(_|$)", re.I
-)
 
 
 @dataclass(frozen=True)
@@ -89,18 +84,6 @@ def register_collective(
 def declared(target: object) -> DeclaredCollective | None:
     """What was declared of the op that a node calls, None if nothing was."""
     return _DECLARED.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
-
-
-def looks_like_communication(target: object) -> bool:
-    """Whether an op that is not declared is likely to communicate, by its name or by an argument that is a group."""
-    if not isinstance(target, torch._ops.OpOverload) or declared(target) is not None:
-        return False
-    namespace, name = target._schema.name.split("::")
-    if namespace in KNOWN_NAMESPACES:
-        return False
-    return bool(_LOOKS.search(name)) or any(
-        a.name in _GROUPS and str(a.type) not in ("int", "Optional[int]") for a in target._schema.arguments
-    )
 
 
 def argument(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:

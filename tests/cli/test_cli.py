@@ -297,7 +297,6 @@ def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     for arguments, code in (
         (["dump", MODEL, *SIZES, "--json", "-"], 0),
         (["why", MODEL, "head.weight", *SIZES, "--json", "-"], 0),
-        (["diff", str(plan), str(plan), "--json", "-"], 0),
         (["doctor", "--json", "-"], None),
         (["simulate", MODEL, "--hardware", "cpu", "--json", "-"], 0),
     ):

@@ -15,12 +15,14 @@ from conftest import OPTIONS
 from helpers import Stack, Terminal, check_steps, graphs, twins
 from torch import nn
 from torch._dynamo.callback import callback_handler
+from torch._inductor.compile_fx import compile_fx
 
 import chunkflow_compile
 from chunkflow_compile import cycles, offload, programs, restore
 from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_blocks
 from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.frontend.layers import layers_of
+from chunkflow_compile.lowering import inductor
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.weights.leaves import leaves_of
@@ -105,13 +107,13 @@ def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCap
 
 
 def test_a_mode_and_options_go_to_inductor_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower, patches = torch._inductor.standalone_compile, list[dict[str, Any]]()
+    patches = list[dict[str, Any]]()
 
-    def noted(*arguments: Any, **options: Any) -> Any:
-        patches.append(options["options"]["config_patches"])
-        return lower(*arguments, **options)
+    def noted(*arguments: Any, config_patches: dict[str, Any]) -> Any:
+        patches.append(config_patches)
+        return compile_fx(*arguments, config_patches=config_patches)
 
-    monkeypatch.setattr(torch._inductor, "standalone_compile", noted)
+    monkeypatch.setattr(inductor, "compile_fx", noted)
     model, twin = twins(lambda: Stack(2))
     given = {**OPTIONS, "inductor": {"max_fusion_size": 8}}
     chunkflow_compile.compile(model, mode="max-autotune-no-cudagraphs", **given)

@@ -106,7 +106,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         r"weights of all components take [\d.]+ \wiB. Give at least memory='[\d.]+\wiB', or a smaller min_bytes",
     ),
     ({"memmory": 1}, "Unknown option 'memmory'; did you mean 'memory'"),
-    ({"adaptrs": 64}, "Unknown option 'adaptrs'; did you mean 'adapters'.* Options are device, memory, dtype, share, "),
+    (
+        {"adaptrs": 64},
+        r"Unknown option 'adaptrs'; did you mean 'adapters'.* Options are device, memory, dtype, share, "
+        r"(?!.*\b(arena|slowdown|plan|policy)\b)",
+    ),
     ({"host_memry": 1}, "Unknown option 'host_memry'; did you mean 'host_memory'"),
     ({"memory": "12 gigs"}, "memory='12 gigs' is not a size"),
     ({"host_memory": "12 gigs"}, "host_memory='12 gigs' is not a size"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import OPTIONS
 from helpers import Stack, check_steps, graphs, twins
+from step_caches import STEP_CACHES, step_cache
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +18,6 @@ import chunkflow_compile
 from chunkflow_compile import cycles, offload, programs
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+from paper_formulas import dit_block_flops, double_block_flops, single_block_flops
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import PRESETS, OutputSizes, Preset, preset
-from chunkflow_compile.passes.cost.formulas import dit_block_flops, double_block_flops, single_block_flops
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut

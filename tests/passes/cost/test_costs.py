@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Stack, cut_of
+from paper_formulas import dit_block_flops
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.passes.cost.formulas import dit_block_flops
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
