@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from clocks import OwnClock
 from conftest import OPTIONS
 from helpers import Stack, Terminal, check_steps, graphs, twins
 from torch import nn
-from torch._dynamo.callback import callback_handler
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._inductor.standalone_compile import CompiledArtifact
 
 import chunkflow_compile
@@ -204,6 +204,11 @@ def test_a_line_for_each_long_compilation(
     for rows, tick in ((4, 2.0), (6, 2.0), (9, 2.0)):
         placement.progress.now = OwnClock(tick=tick).now
         model(torch.randn(rows, 8))
+    with ExitStack() as recording:  # in another thread, until this one plans: Dynamo does not say when this one begins
+        recording.enter_context(callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, ""))
+        monkeypatch.setattr(placement.progress, "say", lambda _: recording.close())
+        placement.progress.now = OwnClock(tick=99.0).now
+        model(torch.randn(1, 8))
     other = Stack(2).eval()
     chunkflow_compile.compile(other, **EAGER)
     quick: Any = placement_of(other)
