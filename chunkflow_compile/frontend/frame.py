@@ -29,7 +29,6 @@ from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
 from chunkflow_compile.weights.modules import ModelIndex, filled_by, held_by, hooks_of
-from chunkflow_compile.weights.progress import forget_at_end
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +133,8 @@ def guard_hooks() -> None:
 
     def ends(_: object) -> None:
         guarded.close()
-        forget_at_end(ends)
+        # a new list: the callbacks are called from the old one, and each must have its turn
+        callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != ends]
 
     callback_handler.register_end_callback(ends)
 
