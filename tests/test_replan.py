@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER, OPTIONS
 from helpers import Stack, check_steps
 from torch import nn
 
@@ -19,7 +19,6 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.measurement import SCHEMA, Measured
 
-EAGER = {**OPTIONS, "lowering": "eager"}
 SMALL = {"memory": 50000, "slowdown": None}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import OwnClock
-from conftest import OPTIONS
+from conftest import EAGER, OPTIONS
 from helpers import Stack, Terminal, check_steps, graphs, twins
 from torch import nn
 from torch._dynamo.callback import callback_handler
@@ -26,7 +26,6 @@ from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, sma
 from chunkflow_compile.weights.leaves import leaves_of
 
 SIZE = Size(layers=4, singles=4)
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 MIN_BYTES = OPTIONS["min_bytes"]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import diffusers
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER, OPTIONS
 from helpers import Stack, memory_named, twins
 from torch import nn
 
@@ -19,7 +19,6 @@ from chunkflow_compile.models.ulysses import enable_ulysses
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-EAGER = {**OPTIONS, "lowering": "eager"}
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")

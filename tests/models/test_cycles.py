@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS, WITHIN
+from conftest import EAGER, OPTIONS, WITHIN
 from helpers import Broken, Stack, check_steps, twins
 from torch import nn
 
@@ -26,7 +26,6 @@ from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-EAGER = {**OPTIONS, "lowering": "eager"}
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 

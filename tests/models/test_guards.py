@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER
 from helpers import Block, Stack, check_steps, graphs, twins
 from torch import nn
 
@@ -21,7 +21,6 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 
 SIZE = Size(layers=3)
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -8,7 +8,7 @@ import logging
 import diffusers
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER, OPTIONS
 from helpers import Stack, check_steps, graphs, twins
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,7 +21,6 @@ from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-EAGER = {**OPTIONS, "lowering": "eager"}
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import Library
 from pipelines import EAGER, FLUX, MIN_BYTES, Applied, bytes_moved, expected, flux_with_controlnet, held, plain
 from small_pipelines import small_pipeline
-from test_adapters import Library
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
 from chunkflow_compile.models.sizes import build_model

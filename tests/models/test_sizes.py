@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from conftest import FAST, OPTIONS
+from conftest import EAGER, FAST, OPTIONS
 from helpers import Scaled, Stack, graphs, twins
 from torch import nn
 from torch._inductor.exc import InductorError
@@ -27,7 +27,6 @@ from chunkflow_compile.runtime.codes import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
 
 SIZE = Size(layers=2)
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 # Height and width change at the second call: torch then makes both symbolic.
 RESOLUTIONS = [(8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8)]
 

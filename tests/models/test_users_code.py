@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER, OPTIONS
 from helpers import Block, Stack, twins
 from torch import nn
 from torch._higher_order_ops.map import map as map_over
@@ -21,7 +21,6 @@ import chunkflow_compile
 from chunkflow_compile import offload, programs
 from chunkflow_compile.weights.host_weight import HostWeight
 
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 WAYS = ("lazy", "whole", "by kind")
 LENGTH = 32
 

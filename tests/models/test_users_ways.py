@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER, OPTIONS
 from pipelines import WAN, expected
 from small_pipelines import small_pipeline
 
@@ -16,7 +16,6 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 SIZE = Size(layers=1, singles=1)
 MIN_BYTES = OPTIONS["min_bytes"]
-EAGER = {**OPTIONS, "lowering": "eager"}
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

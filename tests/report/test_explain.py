@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import EAGER
 from helpers import Stack, check_steps, twins
 from torch import nn
 
@@ -16,7 +16,6 @@ from chunkflow_compile.report.explain import Explanation
 from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
 from chunkflow_compile.report.record import seconds
 
-EAGER = {**OPTIONS, "lowering": "eager"}
 NOT_YET = "No program of this model has run yet: compile it with ChunkFlow and call it first, also after restore"
 
 pytestmark = pytest.mark.usefixtures("no_grad")

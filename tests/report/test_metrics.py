@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HERE, OPTIONS, WRAPS
+from conftest import EAGER, HERE, WRAPS
 from helpers import Stack
 
 from chunkflow_compile import ChunkflowError, cycles, explain, metrics, offload, programs, replan, restore, spans
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
 
 prometheus_client = pytest.importorskip("prometheus_client")
-EAGER = {**OPTIONS, "lowering": "eager"}
 DOCS = HERE.parent / "docs"
 
 pytestmark = pytest.mark.usefixtures("no_grad", "quiet")
