@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from conftest import OPTIONS as SLOW
-from helpers import graphs
+from conftest import EAGER
+from helpers import check_small, graphs, small_twins
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -116,19 +116,16 @@ def apart(rank: int) -> None:
     """The groups run other models and skip other blocks."""
     second = rank > 1
     size = Size(layers=3, head_dim=8) if second else Size(layers=3)
-    model, twin = small_model("wan", size), small_model("wan", size)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    model, twin = small_twins("wan", size, 2)
     if not second:
         enable_ulysses(small_model("wan", size), 2)  # the other group has no third model
     offload(model, min_bytes=LEAST)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(backend="chunkflow", fullgraph=True, options={**SLOW, "lowering": "eager"})
+        block.compile(backend="chunkflow", fullgraph=True, options=EAGER)
     for seed, kept in enumerate(((0, 1, 2), (0, 1) if second else (0, 2))):
         for m in (model, twin):
             m.blocks = nn.ModuleList(m.blocks[i] for i in kept)  # type: ignore[index]
-        inputs = small_inputs("wan", size, 10 * seed + rank // 2)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        check_small(model, twin, "wan", size, [10 * seed + rank // 2])
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
     dist.barrier()
 
@@ -185,7 +182,7 @@ def ring(rank: int) -> None:
 def with_tensor_parallelism(rank: int) -> None:
     """Ulysses groups of ranks with the same shards, which they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
-    model, twin = small_model("wan", WAN), small_model("wan", WAN)
+    model, twin = small_twins("wan", WAN)
     plan = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     for m in (model, twin):
         for block in m.blocks:  # type: ignore[union-attr]
@@ -214,28 +211,22 @@ def uneven_on_a_rank(rank: int, name: str, ways: tuple[str, ...]) -> None:
     tokens, near = (5, "4 or 6") if name == "flux" else (15, "14 or 16")
     for how in ways:
         torch._dynamo.reset()  # the first graph of each model is the first of its code
-        model, twin = small_model(name, size), small_model(name, size)
-        for m in (model, twin):
-            enable_ulysses(m, 2)
+        model, twin = small_twins(name, size, 2)
         run: Any = model
         if how != "eager":
-            dynamic, options = True if how == "symbolic" else None, {**SLOW, "lowering": "eager"}
-            run = torch.compile(
-                model, backend="chunkflow", fullgraph=how != "in parts", dynamic=dynamic, options=options
-            )
+            given = {"fullgraph": how != "in parts", "dynamic": True if how == "symbolic" else None}
+            run = torch.compile(model, backend="chunkflow", options=EAGER, **given)
         before = graphs()
         with torch.no_grad():
             for step in range(4):
                 if step == 3:
                     with pytest.raises(ChunkflowError, match=rf"2 equal parts, and {tokens} tokens .*there are {near}"):
                         run(**small_inputs(name, uneven, 0))
-                inputs = small_inputs(name, even, step)
-                assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+                check_small(run, twin, name, even, [step])
         made = (graphs() - before, len(programs(model)))
         assert made == ((0, 0) if how == "eager" else (1, 1)), "the check costs no graph"
-    with pytest.raises(
-        ChunkflowError, match=r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
-    ):
+    said = r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
+    with pytest.raises(ChunkflowError, match=said):
         enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
 
 

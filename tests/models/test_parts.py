@@ -9,25 +9,19 @@ import diffusers
 import pytest
 import torch
 from conftest import EAGER, OPTIONS
-from helpers import Stack, check_steps, graphs, twins
+from helpers import Stack, check_steps, graphs, small_twins, twins
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import chunkflow_compile
 from chunkflow_compile import cycles, offload, programs
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.small import Size, small_inputs
 from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-
-
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def pair(family: str) -> tuple[nn.Module, nn.Module]:
-    return small_model(family, SIZE), small_model(family, SIZE)
 
 
 def large_bytes(module: nn.Module) -> int:
@@ -66,7 +60,7 @@ def test_a_model_with_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("family", ["wan", "flux"])
 def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot.  By kind, no block runs eagerly."""
-    model, twin = pair(family)
+    model, twin = small_twins(family, SIZE)
     timestep, steps = 1000, 20
     for m in (model, twin):
         m.enable_cache(step_cache(cache, lambda: timestep, steps))  # type: ignore[operator]
@@ -110,7 +104,7 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
 @pytest.mark.long
 def test_faster_cache_with_guidance(caplog: pytest.LogCaptureFixture) -> None:
     """Half of the batch is skipped in turns: two graphs of the same weights, which run in one cycle."""
-    model, twin = pair("wan")
+    model, twin = small_twins("wan", SIZE)
     for m in (model, twin):
         m.enable_cache(  # type: ignore[operator]
             diffusers.FasterCacheConfig(

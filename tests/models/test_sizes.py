@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import torch
 from conftest import EAGER, FAST, OPTIONS
-from helpers import Scaled, Stack, graphs, twins
+from helpers import InTurn, Scaled, Stack, graphs, small_twins, twins
 from torch import nn
 from torch._inductor.exc import InductorError
 
@@ -21,7 +21,6 @@ from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import lower
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.runtime.codes import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
@@ -77,7 +76,7 @@ LONG = [
 )
 def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
     """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
-    model, twin = (small_model("wan", Size(layers=2 if by_kind else 1)) for _ in range(2))
+    model, twin = small_twins("wan", Size(layers=2 if by_kind else 1))
     run = compiled(model, by_kind, **{**EAGER, "lowering": lowering})
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         counts = turns(run, twin, sizes, 0.0 if lowering == "eager" else 1e-4)
@@ -120,9 +119,7 @@ def test_sizes_of_equal_cost_share_a_program() -> None:
 
 
 def resolutions_on_a_rank(rank: int) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    model, twin = small_twins("wan", SIZE, 2)
     whole = torch.compile(model, backend="chunkflow", options=EAGER)
     with torch.no_grad():
         compiled = turns(whole, twin, at_resolutions(4))
@@ -240,20 +237,9 @@ class Level(nn.Module):
         return self.conv(nn.functional.interpolate(x, scale_factor=2.0) * self.scale)
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.levels = nn.ModuleList([Level(), Level()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for level in self.levels:
-            x = level(x)
-        return x
-
-
 def decode(**options: Any) -> list[int]:
     """The graphs that were compiled after each of some sizes of a decoder, which share a height or a width."""
-    model, twin = twins(Decoder)
+    model, twin = twins(lambda: InTurn([Level(), Level()]))
     offload(model, "cpu", min_bytes=256)
     placement: Any = placement_of(model)
     compile_by_kind(model, placement, {"min_bytes": 256, **options}, None, levels=True)
@@ -287,5 +273,5 @@ def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: 
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         assert decode() == [2, 4, 6, 8]
     (said, *rest) = [r.getMessage() for r in caplog.records if "each size" in r.getMessage()]
-    assert "levels.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
+    assert "blocks.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
     assert len(rest) == 1 and tried.count(True) == 2

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,85 +55,48 @@ def join_ranks() -> None:
     parallel_state.maybe_init_distributed_environment_and_model_parallel(tp_size=1, sp_size=world, ulysses_degree=world)
 
 
-def wan(arch: Any) -> Callable[[int], dict[str, Any]]:
-    arch.num_layers, arch.num_attention_heads, arch.attention_head_dim, arch.hidden_size = 2, 2, 64, 128
-    arch.ffn_dim, arch.text_dim, arch.freq_dim = 256, 64, 64
-
-    def inputs(size: int) -> dict[str, Any]:
-        return {
-            "hidden_states": torch.randn(1, 16, 2, size, 8),
-            "encoder_hidden_states": torch.randn(1, 16, 64),
-            "timestep": torch.randint(1000, (1,)),
-        }
-
-    return inputs
-
-
-def flux(arch: Any) -> Callable[[int], dict[str, Any]]:
-    arch.num_layers = arch.num_single_layers = arch.num_attention_heads = 2
-    arch.attention_head_dim, arch.axes_dims_rope, arch.hidden_size = 64, (16, 24, 24), 128
-    arch.in_channels = arch.out_channels = arch.num_channels_latents = 16
-    arch.joint_attention_dim, arch.pooled_projection_dim = 64, 32
-
-    def inputs(size: int) -> dict[str, Any]:
-        angles = torch.rand(16 + 4 * size, 32)
-        return {
-            "hidden_states": torch.randn(1, 4 * size, 16),
-            "encoder_hidden_states": torch.randn(1, 16, 64),
-            "pooled_projections": torch.randn(1, 32),
-            "timestep": torch.randint(1000, (1,)).float(),
-            "guidance": torch.tensor([3500.0]),
-            "freqs_cis": (angles.cos(), angles.sin()),
-        }
-
-    return inputs
-
-
-def qwen_image(arch: Any) -> Callable[[int], dict[str, Any]]:
-    arch.num_layers = arch.num_attention_heads = 2
-    arch.attention_head_dim, arch.axes_dims_rope, arch.hidden_size = 64, (16, 24, 24), 128
-    arch.in_channels = arch.out_channels = arch.num_channels_latents = 16
-    arch.patch_size, arch.joint_attention_dim = 1, 64
-
-    def inputs(size: int) -> dict[str, Any]:
-        image, text = torch.rand(4 * size, 32), torch.rand(16, 32)
-        return {
-            "hidden_states": torch.randn(1, 4 * size, 16),
-            "encoder_hidden_states": torch.randn(1, 16, 64),
-            "timestep": torch.randint(1000, (1,)).float(),
-            "freqs_cis": tuple(torch.cat([a.cos(), a.sin()], dim=-1) for a in (image, text)),
-        }
-
-    return inputs
-
-
-def hunyuan_video(arch: Any) -> Callable[[int], dict[str, Any]]:
-    arch.num_layers = arch.num_single_layers = arch.num_attention_heads = 2
-    arch.attention_head_dim, arch.rope_axes_dim, arch.hidden_size = 64, (16, 24, 24), 128
-    arch.num_refiner_layers, arch.text_embed_dim, arch.pooled_projection_dim = 1, 64, 32
-
-    def inputs(size: int) -> dict[str, Any]:
-        return {
-            "hidden_states": torch.randn(1, 16, 2, size, 8),
-            "encoder_hidden_states": torch.randn(1, 17, 64),
-            "timestep": torch.randint(1000, (1,)),
-        }
-
-    return inputs
-
-
-# Name -> its pipeline, the name of a model, where its class is, how its configuration gets small.
-MODELS: dict[str, tuple[str, str, str, Callable[[Any], Callable[[int], dict[str, Any]]]]] = {
-    "wan": ("WanPipeline", "Wan2.1-T2V-1.3B-Diffusers", "wanvideo.WanTransformer3DModel", wan),
-    "flux": ("FluxPipeline", "FLUX.1-dev", "flux.FluxTransformer2DModel", flux),
-    "qwen-image": ("QwenImagePipeline", "Qwen-Image", "qwen_image.QwenImageTransformer2DModel", qwen_image),
+# The sizes of a small transformer; those of one for images.
+SIZES = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 64, "hidden_size": 128}
+OF_IMAGES = {**SIZES, "in_channels": 16, "out_channels": 16, "num_channels_latents": 16}
+OF_IMAGES |= {"axes_dims_rope": (16, 24, 24), "joint_attention_dim": 64}
+# Name -> its pipeline, the name of a model, where its class is, its sizes.
+MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "wan": (
+        *("WanPipeline", "Wan2.1-T2V-1.3B-Diffusers", "wanvideo.WanTransformer3DModel"),
+        {**SIZES, "ffn_dim": 256, "text_dim": 64, "freq_dim": 64},
+    ),
+    "flux": (
+        *("FluxPipeline", "FLUX.1-dev", "flux.FluxTransformer2DModel"),
+        {**OF_IMAGES, "num_single_layers": 2, "pooled_projection_dim": 32},
+    ),
+    "qwen-image": (
+        *("QwenImagePipeline", "Qwen-Image", "qwen_image.QwenImageTransformer2DModel"),
+        {**OF_IMAGES, "patch_size": 1},
+    ),
     "hunyuan-video": (
-        "HunyuanVideoPipeline",
-        "HunyuanVideo",
-        "hunyuanvideo.HunyuanVideoTransformer3DModel",
-        hunyuan_video,
+        *("HunyuanVideoPipeline", "HunyuanVideo", "hunyuanvideo.HunyuanVideoTransformer3DModel"),
+        {**SIZES, "num_single_layers": 2, "rope_axes_dim": (16, 24, 24), "num_refiner_layers": 1, "text_embed_dim": 64}
+        | {"pooled_projection_dim": 32},
     ),
 }
+
+
+def step_inputs(name: str, size: int) -> dict[str, Any]:
+    """Random arguments of a denoising step.  ``size``: of the latents, in one direction."""
+    video = name in ("wan", "hunyuan-video")
+    given: dict[str, Any] = {
+        "hidden_states": torch.randn(1, 16, 2, size, 8) if video else torch.randn(1, 4 * size, 16),
+        "encoder_hidden_states": torch.randn(1, 17 if name == "hunyuan-video" else 16, 64),
+        "timestep": torch.randint(1000, (1,)) if video else torch.randint(1000, (1,)).float(),
+    }
+    image, text = torch.rand(4 * size, 32), torch.rand(16, 32)
+    if name == "flux":
+        angles = torch.cat([text, image])
+        given |= {"pooled_projections": torch.randn(1, 32), "guidance": torch.tensor([3500.0])}
+        given["freqs_cis"] = angles.cos(), angles.sin()
+    if name == "qwen-image":
+        given["freqs_cis"] = tuple(torch.cat([a.cos(), a.sin()], dim=-1) for a in (image, text))
+    return given
 
 
 def arguments(folder: Path, name: str = "wan", **given: Any) -> Any:
@@ -154,12 +118,13 @@ def transformer(args: Any, name: str) -> tuple[Any, Callable[[int], dict[str, An
     from pkgutil import resolve_name
 
     config = args.pipeline_config.dit_config
-    inputs = MODELS[name][3](config.arch_config)
+    for size, value in MODELS[name][3].items():
+        setattr(config.arch_config, size, value)
     model = resolve_name(f"sglang.multimodal_gen.runtime.models.dits.{MODELS[name][2]}")(config, {})
     torch.manual_seed(0)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
-    return model.eval().requires_grad_(False), inputs
+    return model.eval().requires_grad_(False), partial(step_inputs, name)
 
 
 def pipeline(model: Any, args: Any, staged: bool = True) -> Any:
