@@ -162,6 +162,11 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+def stack(layers: int = 2, seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(layers).eval()
+
+
 class Tabled(Stack):
     """With a buffer that is large, too; it is called as a model of diffusers."""
 
