@@ -68,11 +68,11 @@ def check_small(run: Any, twin: Any, name: str, size: Size, seeds: Iterable[int]
         assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), seed
 
 
-def check_steps(run: Any, twin: Any, steps: int, shape: Sequence[int] = (4, 8)) -> None:
+def check_steps(run: Any, twin: Any, steps: int, shape: Sequence[int] = (4, 8), device: str = "cpu") -> None:
     """Steps with new inputs each give what the twin gives, bit for bit."""
-    for _ in range(steps):
-        x = torch.randn(shape)
-        assert torch.equal(run(x), twin(x))
+    for step in range(steps):
+        x = torch.randn(shape, device=device)
+        assert torch.equal(run(x), twin(x)), step
 
 
 def on_card(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,12 +99,8 @@ def test_a_control_lora(named: bool) -> None:
             load(p, state, "control")
             if number == 1:
                 p.set_adapters(["style", "control"], [0.5, 1.0])
-        assert torch.allclose(
-            generate(control, number, control_image=image),
-            generate(other, number, control_image=image),
-            atol=1e-5,
-            rtol=0,
-        )
+        got, want = (generate(p, number, control_image=image) for p in (control, other))
+        assert torch.allclose(got, want, rtol=0, atol=1e-5)
         for p in (control, other):
             p.unload_lora_weights(reset_to_overwritten_params=reset)
         if reset:
@@ -123,17 +119,13 @@ def check_threads(pipe: Any, twin: Any) -> None:
         p.set_adapters("a1", 0.25)
     expected = generate(twin, 3)
     wanted: list[tuple[Any, Any]] = [("a0", None), ("a1", 0.5), (["a0", "a1"], [0.5, 2.0]), (None, None), ([], None)]
-    found: dict[int, torch.Tensor] = {}
 
-    def request(number: int) -> None:
+    def request(number: int) -> torch.Tensor:
         with torch.no_grad(), use_adapters(pipe, *wanted[number]):
-            found[number] = generate(pipe, number)
+            return generate(pipe, number)
 
-    threads = [Thread(target=request, args=(number,)) for number in range(len(wanted))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        answers = [*pool.map(request, range(len(wanted)))]
     with pytest.raises(ValueError, match="nobody"), use_adapters(pipe, ["a0", "nobody"]):
         pass
     with pytest.raises(ChunkflowError, match="a pipeline that loads adapters"), use_adapters(pipe.transformer, "a0"):
@@ -145,7 +137,7 @@ def check_threads(pipe: Any, twin: Any) -> None:
             twin.set_adapters(names, weights)
         else:
             twin.disable_lora()
-        assert torch.allclose(found[number], generate(twin, number), rtol=0, atol=1e-5)
+        assert torch.allclose(answers[number], generate(twin, number), rtol=0, atol=1e-5)
     twin.enable_lora()
 
 

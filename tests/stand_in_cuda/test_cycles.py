@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Stack, graphs
+from test_gpu import MIB, OPTIONS
 from torch import nn
 
 import chunkflow_compile
@@ -17,7 +18,7 @@ from chunkflow_compile.cli.main import main
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS
 
 from . import control
-from .test_findings import MIB, OPTIONS, placed
+from .test_findings import placed
 
 
 def step(model: nn.Module, twin: nn.Module, order: list[int]) -> None:

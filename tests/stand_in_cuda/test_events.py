@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_gpu import MIB
 
 from chunkflow_compile import Arena, programs
 from chunkflow_compile.runtime.executor import Executor
 
 from . import control
-from .test_findings import MIB, placed
+from .test_findings import placed
 
 Remove = Callable[[Executor], None]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import InTurn, Stack, fake_ranks
+from test_gpu import MIB, OPTIONS, compiled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import stream_inside
 
-from .test_findings import MIB, OPTIONS, compiled, placed, steps
+from .test_findings import placed, steps
 
 
 def weights(model: nn.Module) -> list[HostWeight]:
