@@ -134,18 +134,6 @@ def test_weights_made_in_inference_mode_are_streamed_and_reloaded() -> None:
             check_steps(run, stack(seed=seed), 2)
 
 
-def test_mixed_dtypes_become_one(no_grad: None) -> None:
-    model, twin = stack(), stack()
-    for m in (model, twin):
-        m.blocks[0].to(torch.bfloat16)
-    offload(model, min_bytes=2048)
-    for m in (model, twin):
-        m.to(torch.float64)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    x = torch.randn(4, 8, dtype=torch.float64)
-    assert torch.equal(model(x), twin(x))
-
-
 def test_a_parent_that_reads_a_weight_below(no_grad: None) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:

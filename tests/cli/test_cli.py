@@ -167,9 +167,8 @@ def test_a_sweep_of_degrees_says_which_to_take(tmp_path: Path, capsys: pytest.Ca
         assert written["recommended"] in shown and "in collectives" in shown and "note" not in said
         sentences.append(written["recommended"])
         steps.append({d["degree"]: d["step_s"] for d in written["degrees"]})
-    assert (
-        sentences[0] == "Take degree 1: it has the shortest step, and each rank does 100 % of what it does at degree 1."
-    )
+    first = "Take degree 1: it has the shortest step, and each rank does 100 % of what it does at degree 1."
+    assert sentences[0] == first
     assert sentences[1].startswith("Take degree 2: it has the shortest step, and each rank does ")
     assert list(steps[0]) == [1, 2] and steps[0][1] == steps[1][1]
     assert steps[1][2] < steps[2][2] > steps[2][1] == steps[1][1]  # between nodes the link is the slow one

@@ -107,9 +107,8 @@ def test_restore_of_a_component_is_refused(shared: Any) -> None:
     """Its weights would be on the device beside the budget."""
     pipe, _ = shared
     for model in (pipe.vae, pipe.vae.decoder):
-        with pytest.raises(
-            ChunkflowError, match=r"is pipe\.vae of an applied pipeline, .*: call chunkflow_compile\.remove\(pipe\)"
-        ):
+        said = r"is pipe\.vae of an applied pipeline, .*: call chunkflow_compile\.remove\(pipe\)"
+        with pytest.raises(ChunkflowError, match=said):
             chunkflow_compile.restore(model)
     assert torch.equal(WAN.generate(pipe), expected("wan"))
     chunkflow_compile.restore(copy.deepcopy(pipe.vae))
