@@ -59,6 +59,11 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
         assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
         seen.append(session.plan.moved_bytes)
     assert seen[0] == 0 < min(seen[1:])
+    replan(model, memory=30000)
+    replan(model, as_measured=True)  # before a call with the other goal, which stays
+    check(run, twin)
+    (session,) = programs(model)
+    assert session.code.settings.memory == 30000 >= session.plan.device_bytes
     restore(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     check(run, twin)
@@ -126,17 +131,6 @@ def test_every_resolution_keeps_its_new_plan_whatever_the_arena_does(no_grad: No
     assert len({p.plan.placement for p in programs(model)}) == 1
 
 
-def test_a_goal_that_has_not_run_yet_is_kept_where_none_is_given(no_grad: None) -> None:
-    model, twin = stack(6), stack(6)
-    run = compiled(model)
-    check(run, twin)
-    replan(model, memory=30000)
-    replan(model, as_measured=True)
-    check(run, twin)
-    (session,) = programs(model)
-    assert session.code.settings.memory == 30000 >= session.plan.device_bytes
-
-
 def test_after_two_steps_the_plan_is_made_from_what_they_took(tmp_path: Path, no_grad: None) -> None:
     """With a profile on which a copy takes a hundred times as long as all compute: every weight stays resident."""
     machine = replace(load_profile(OPTIONS["hardware"]), launch_s=1e-5, h2d_bandwidth=1e6, name="wrong")
@@ -177,6 +171,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_that_runs(no_grad: None, capl
 
 
 def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None:
+    """Timings of another model and of no model are refused."""
     model, twin = stack(6), stack(6)
     run = compiled(model, dump=tmp_path)
     check(run, twin, 4)
@@ -191,13 +186,6 @@ def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None
     assert session.plan.hardware.endswith("as measured")
     assert session.plan.predicted is not None
     assert session.plan.predicted.resident_step_s == pytest.approx(sum(took.timings().compute_s), rel=1e-6)
-
-
-def test_timings_of_another_model_and_of_no_model_are_refused(tmp_path: Path, no_grad: None) -> None:
-    run = compiled(stack(6), dump=tmp_path)
-    for _ in range(2):
-        run(torch.randn(4, 8))
-    file = tmp_path / "rank0_0" / "measured.json"
     other = compiled(Stack(3).eval(), timings=str(file))
     with pytest.raises(Exception, match=r"measured on problem [0-9a-f]{16}, this model is .*Measure this one"):
         other(torch.randn(4, 8))

@@ -14,82 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ATTENTION, Library, State
+from adapters import ATTENTION, SIZE, Library, Pair, State
 from conftest import EAGER, OPTIONS
 from helpers import graphs
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, compile, enable_adapters, offload, programs, restore
+from chunkflow_compile import ChunkflowError, enable_adapters, offload, programs, restore
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.small import small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import leaves_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-SIZE = Size(layers=2, singles=2)
-
-
-class Pair:
-    """A model with slots, compiled, and a twin that PEFT runs.  ``prepare``: changes both before."""
-
-    def __init__(
-        self,
-        name: str = "wan",
-        whole: bool = False,
-        options: Any = EAGER,
-        prepare: Callable[[Any], object] = lambda m: m,
-        **slots: Any,
-    ) -> None:
-        self.name = name
-        self.model, self.twin = small_model(name, SIZE), small_model(name, SIZE)
-        self.library = Library(self.twin)
-        self.both(prepare)
-        enable_adapters(self.model, **{"rank": 16, **slots})
-        if whole:
-            self.model.compile(backend="chunkflow", fullgraph=True, options=options)
-        else:
-            compile(self.model, device="cpu", **options)
-        for step in range(2):
-            self.check(step)
-        self.compiled = graphs()
-
-    def both(self, change: Callable[[Any], object]) -> None:
-        """The loaders of PEFT may exchange tensors with those that they are given, so each change makes its own."""
-        change(self.model)
-        change(self.twin)
-
-    def load(self, state: State, adapter_name: str, **given: Any) -> None:
-        self.both(
-            lambda m: m.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=adapter_name, **given)
-        )
-
-    def choose(self, names: Any, weights: Any = None) -> None:
-        self.both(lambda m: m.set_adapters(names, weights))
-
-    def swap(self, *ranks: int) -> None:
-        """Load adapters of these ranks, each in the place of the one before, and check a call with each."""
-        for number, rank in enumerate(ranks):
-            self.load(self.library.adapter(number, rank), f"a{number}")
-            self.choose(f"a{number}")
-            self.check(number)
-        self.same_programs()
-
-    def check(self, seed: int = 0, tolerance: float = 1e-5, **given: Any) -> torch.Tensor:
-        inputs = {
-            name: value.to(self.twin.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-            for name, value in {**small_inputs(self.name, SIZE, seed), **given}.items()
-        }
-        want, got = self.twin(**inputs)[0], self.model(**inputs)[0]
-        assert torch.allclose(got, want, rtol=0, atol=tolerance), float((got - want).abs().max())
-        return got
-
-    def same_programs(self) -> None:
-        assert graphs() == self.compiled, "nothing was compiled"
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -68,12 +69,19 @@ def test_bad_settings_are_refused(name: str, value: str, said: str) -> None:
         settings_from({**GIB, f"CHUNKFLOW_{name}": value})
 
 
-def test_reading_no_settings_imports_no_torch() -> None:
-    code = (
-        "import sys; from chunkflow_compile.servers.settings import settings_from; "
-        "assert settings_from({}) is None and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize(
+    "work",
+    [
+        "settings import settings_from; assert settings_from({}) is None",
+        "sglang import plugin; plugin()",
+        "vllm_omni import plug_in; plug_in()",
+    ],
+)
+def test_without_memory_nothing_is_imported(work: str) -> None:
+    """A server that has the plug-in, and no settings for it, is left alone."""
+    check = "import sys; assert not {'torch', 'sglang', 'vllm_omni'} & {*sys.modules}"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CHUNKFLOW_")}
+    subprocess.run([sys.executable, "-c", f"from chunkflow_compile.servers.{work}; {check}"], check=True, env=environ)
 
 
 @pytest.mark.parametrize(

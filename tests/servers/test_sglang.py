@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,14 +42,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Served:
-    """A transformer that a pipeline of SGLang serves, and its twin, which runs eagerly on the same weights."""
+    """A transformer that a pipeline of SGLang serves, and its twin, which runs eagerly on the same weights.
 
-    def __init__(self, folder: Path, name: str, **given: Any) -> None:
+    ``settings``: others than those of this process, with which the hooks are called on it.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: Settings | None = None, **given: Any) -> None:
         self.args = sglang_parts.arguments(folder, name, **given)
         self.twin, self.inputs = sglang_parts.transformer(self.args, name)
         self.model, _ = sglang_parts.transformer(self.args, name)
-        self.pipe = sglang_parts.pipeline(self.model, self.args)
         self.worst = 0.0
+        if settings is None:
+            self.pipe = sglang_parts.pipeline(self.model, self.args)
+            return
+        from sglang.multimodal_gen.runtime.utils.torch_compile import CompiledModuleRegistry
+
+        hooks = plugin_module.Hooks(settings)
+        hooks.place(None, self.model)
+        assert hooks.compile(lambda *given, **more: None, CompiledModuleRegistry(), self.model, compile_kwargs={})
 
     def request(self, size: int = 8, steps: int = 4) -> None:
         """A request: steps whose inputs differ, but for the prompt.  Notes the largest difference from the twin."""
@@ -216,30 +224,16 @@ def test_other_components_keep_their_residency(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    served = served_with(tmp_path, Settings("64KiB", OPTIONS))
+    served = Served(tmp_path, "wan", Settings("64KiB", OPTIONS))
     with pytest.raises(BackendCompilerFailed, match=r"memory=64.0 KiB is too little: .* Give memory="):
         served.request(steps=1)
 
 
 def test_inductor_lowers_the_regions_too(tmp_path: Path) -> None:
-    served = served_with(tmp_path, Settings(MEMORY, {**OPTIONS, "lowering": "inductor"}))
+    served = Served(tmp_path, "wan", Settings(MEMORY, {**OPTIONS, "lowering": "inductor"}))
     served.request()
     served.moved()
     assert served.worst < 1e-5
-
-
-def served_with(folder: Path, settings: Settings) -> Served:
-    """A transformer on which the hooks are called with other settings than those of this process."""
-    from sglang.multimodal_gen.runtime.utils.torch_compile import CompiledModuleRegistry
-
-    served = Served.__new__(Served)
-    served.args, served.worst = sglang_parts.arguments(folder, "wan"), 0.0
-    served.twin, served.inputs = sglang_parts.transformer(served.args, "wan")
-    served.model, _ = sglang_parts.transformer(served.args, "wan")
-    hooks = plugin_module.Hooks(settings)
-    hooks.place(None, served.model)
-    assert hooks.compile(lambda *given, **more: None, CompiledModuleRegistry(), served.model, compile_kwargs={})
-    return served
 
 
 def test_bad_settings_end_the_server_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,15 +250,6 @@ def test_an_unknown_release_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplo
     plugin_module.plugin()
     assert "This is sglang 0.6.1" in caplog.text
     assert {target: len(hooks) for target, hooks in HookRegistry._hooks.items()} == before
-
-
-def test_without_memory_it_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CHUNKFLOW_MEMORY")
-    code = (
-        "import sys; from chunkflow_compile.servers.sglang import plugin; plugin(); "
-        "assert not {'torch', 'sglang'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def save_adapter(folder: Path, model: Any, seed: int) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,15 +134,6 @@ def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
             for manager in managers:
                 manager.set_active_adapter(None)
             assert torch.equal(call(model, name, 0), plain)
-
-
-def test_without_memory_the_server_is_left_alone() -> None:
-    code = (
-        "import sys; from chunkflow_compile.servers.vllm_omni import plug_in; plug_in(); "
-        "assert not {'torch', 'vllm_omni'} & {*sys.modules}"
-    )
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("CHUNKFLOW_")}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
 
 
 def test_an_unknown_release_of_the_server_is_left_alone(
