@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EAGER, OPTIONS, WITHIN
-from helpers import Broken, Stack, check_small, check_steps, small_twins, twins
+from helpers import Stack, check_small, check_steps, small_twins, twins
 from torch import nn
 
 from chunkflow_compile import Arena, cycles, explain, offload, programs, restore
@@ -355,11 +355,3 @@ def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
     assert [r.block for r in planned.regions] == [r.block for r in found.regions]
     sizes = [{w.name: (w.nbytes, w.uses) for w in p.weights if w.keep is None} for p in (planned, found)]
     assert sizes[0] == sizes[1]
-
-
-def test_a_program_that_streams_nothing_leaves_the_arena_to_the_cycle() -> None:
-    model, twin = twins(Broken)
-    offload(model, min_bytes=MIN_BYTES)
-    run = torch.compile(model, backend="chunkflow", options=EAGER)
-    settled(model, lambda _: check_steps(run, twin, 1))
-    assert len(programs(model)) == 3
