@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,18 +10,29 @@ import pytest
 import torch
 from adapters import Library, State
 from helpers import graphs
-from pipelines import EAGER, FLUX, held, is_plain, same_weights
+from pipelines import EAGER, FLUX, MIN_BYTES, Applied, held, is_plain, plain, same_weights
 from small_pipelines import small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, enable_adapters, programs, remove, use_adapters
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.pipeline.budget import budget_of
+from chunkflow_compile.weights.host_weight import HostWeight
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_grad", "quiet")
 OF_IMAGE_ADAPTERS = ("image_encoder", "feature_extractor")
 STEPS = {"num_inference_steps": 2}
+
+
+CHANGES = (
+    lambda p: p.set_adapters("a0", 0.5),
+    lambda p: p.set_adapters(["a1", "a0"], [0.5, 0.25]),
+    lambda p: p.fuse_lora(),
+    lambda p: p.unfuse_lora(),
+    lambda p: p.disable_lora(),
+    lambda p: p.enable_lora(),
+)
 
 
 def generate(pipe: Any, seed: int, **given: Any) -> torch.Tensor:
@@ -45,14 +57,7 @@ def test_an_applied_pipeline() -> None:
     for number, rank in enumerate((4, 16)):
         for p in both:
             load(p, library.adapter(number, rank), f"a{number}")
-    for change in (
-        lambda p: p.set_adapters("a0", 0.5),
-        lambda p: p.set_adapters(["a1", "a0"], [0.5, 0.25]),
-        lambda p: p.fuse_lora(),
-        lambda p: p.unfuse_lora(),
-        lambda p: p.disable_lora(),
-        lambda p: p.enable_lora(),
-    ):
+    for change in CHANGES:
         for p in both:
             change(p)
         check(pipe, twin, 1)
@@ -73,6 +78,29 @@ def test_an_applied_pipeline() -> None:
     assert torch.equal(generate(pipe, 2), generate(twin, 2))
     pipe.unload_lora_weights()
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
+
+
+@pytest.mark.long
+def test_adapters_without_slots(applied: Applied) -> None:
+    """Loaded after the first call, two at once, fused, and gone again."""
+    (pipe, _), twin = applied("flux", "2MiB"), small_pipeline("flux")
+    library, seen = Library(twin.transformer), [generate(pipe, 0)]
+    for p in (pipe, twin):
+        for number, rank in enumerate((4, 64)):
+            load(p, library.adapter(number, rank), f"a{number}")
+    for change in (*CHANGES, lambda p: p.fuse_lora(safe_fusing=True), lambda p: p.unfuse_lora()):
+        for p in (pipe, twin):
+            change(p)
+        seen.append(generate(twin, 0))
+        assert torch.equal(generate(pipe, 0), seen[-1]), len(seen)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen[:3], 2))
+    late = [p for n, p in pipe.transformer.named_parameters() if ".a1." in n and p.nbytes >= MIN_BYTES]
+    assert late and all(isinstance(p, HostWeight) for p in late), "it streams without a second apply"
+    for p in (pipe, twin):
+        p.unload_lora_weights()
+    assert torch.equal(generate(pipe, 0), generate(twin, 0))
+    for p in (pipe, twin):  # fusing and undoing it rounds
+        p.transformer.load_state_dict(plain("flux").transformer.state_dict())
 
 
 @pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.long)])
