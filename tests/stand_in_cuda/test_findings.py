@@ -156,14 +156,13 @@ def on_the_second_card(_: int, limit: dict[str, int], folder: str | None) -> Non
     assert control.contexts() == {1}
 
 
-@pytest.mark.parametrize("limit", [{}, {"pins": 3}, {"pins": 0, "pinned_allocations": 0}])
-def test_a_fresh_thread_starts_no_other_gpu(limit: dict[str, int]) -> None:
+@pytest.mark.parametrize("limit", [{}, {"pins": 3}, {"pins": 0, "pinned_allocations": 0}, "drive"])
+def test_a_fresh_thread_starts_no_other_gpu(limit: Any, tmp_path: Path) -> None:
+    """Nor does one that reads the drive."""
+    if limit == "drive":
+        small_model("wan", Size(layers=2)).save_pretrained(tmp_path)
+        return fork(on_the_second_card, ({}, str(tmp_path)), 1)
     fork(on_the_second_card, (limit, None), 1)
-
-
-def test_a_thread_that_reads_the_drive_starts_no_other_gpu(tmp_path: Path) -> None:
-    small_model("wan", Size(layers=2)).save_pretrained(tmp_path)
-    fork(on_the_second_card, ({}, str(tmp_path)), 1)
 
 
 def in_a_child(model: nn.Module, run: Any, send: Any, values: dict[str, torch.Tensor]) -> None:
@@ -234,12 +233,18 @@ def test_measuring_is_read_after_the_step_is_issued(monkeypatch: pytest.MonkeyPa
 
 
 def test_resident_weights_are_copied_from_pinned_memory() -> None:
-    _, run, twin = placed(policy="resident")
-    x = torch.randn(4, 8, device="cuda")
+    """Those that are dropped with their model are not reused under a step."""
+    model, run, twin = placed(policy="resident")
+    x, large = torch.randn(4, 8, device="cuda"), sum(p.nbytes >= 4096 for p in twin.parameters())
     with control.counted() as made:
         run(x)
-    assert made["copies to the device, pinned"] >= sum(p.nbytes >= 4096 for p in twin.parameters())
-    assert "copies to the device, pageable" not in made
+    assert made["copies to the device, pinned"] >= large and "copies to the device, pageable" not in made
+    device = programs(model)[0].executor.device
+    kept: list[torch.Tensor] = []
+    device.cuda.record_stream = lambda memory, stream: kept.append(memory)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run(x)
+    assert len(kept) >= large
 
 
 def test_restoring_to_the_card_copies_before_it_unpins() -> None:
@@ -284,17 +289,6 @@ def an_error_sticks(_: int) -> None:
 
 def test_an_error_that_sticks_loses_no_weight() -> None:
     fork(an_error_sticks, (), 1)
-
-
-def test_residents_dropped_with_their_model_are_not_reused_under_a_step() -> None:
-    model, run, _ = placed(policy="resident")
-    run(torch.randn(4, 8, device="cuda"))
-    device = programs(model)[0].executor.device
-    kept: list[torch.Tensor] = []
-    device.cuda.record_stream = lambda memory, stream: kept.append(memory)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run(torch.randn(4, 8, device="cuda"))
-    assert len(kept) > sum(p.nbytes >= 4096 for p in model.parameters()) - 1
 
 
 @pytest.mark.parametrize("left", range(3))
