@@ -40,9 +40,9 @@ def replace_linear(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> 
     for name, linear in [*model.named_modules()]:
         if type(linear) is nn.Linear:
             parent, _, leaf = name.rpartition(".")
-            made = make(linear)
-            made.bias = linear.bias
-            setattr(model.get_submodule(parent), leaf, made)
+            layer = make(linear)
+            layer.bias = linear.bias
+            setattr(model.get_submodule(parent), leaf, layer)
 
 
 def nf4(double: bool) -> Callable[[nn.Module], None]:
@@ -51,10 +51,10 @@ def nf4(double: bool) -> Callable[[nn.Module], None]:
 
         def make(linear: nn.Linear) -> nn.Module:
             sizes = linear.in_features, linear.out_features
-            made = library.Linear4bit(*sizes, compute_dtype=linear.weight.dtype, quant_type="nf4")
+            layer = library.Linear4bit(*sizes, compute_dtype=linear.weight.dtype, quant_type="nf4")
             given = {"quant_type": "nf4", "compress_statistics": double, "requires_grad": False}
-            made.weight = library.Params4bit(linear.weight.data, module=made, **given)
-            return made.to("cpu")
+            layer.weight = library.Params4bit(linear.weight.data, module=layer, **given)
+            return layer.to("cpu")
 
         replace_linear(model, make)
 

@@ -16,7 +16,7 @@ def ulysses() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def block() -> tuple[nn.Module, dict[str, Any]]:
-    """One of them alone."""
+    """One of them."""
     return UlyssesStack(1), {"x": torch.randn(4, 32)}
 
 

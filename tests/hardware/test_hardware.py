@@ -133,7 +133,7 @@ def test_the_rate_of_a_cache_is_less_the_start_of_a_kernel() -> None:
         load_profile("h200"), cache_bandwidth=found, cache_bytes=4 * part.nbytes, kernel_s=start_s, launch_s=0.0
     )
     assert cost.seconds(cached) == pytest.approx(in_a_row(lambda: torch.add(part, 1, out=part)), rel=1e-3)
-    assert calibrate.cache_rate(part, lambda call: 1.0) == 0, "no longer than for one element: it is not told apart"
+    assert calibrate.cache_rate(part, lambda call: 1.0) == 0, "no longer than for one element"
 
 
 def test_a_collective_of_two_nodes_takes_the_slower_of_both_links() -> None:

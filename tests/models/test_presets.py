@@ -141,9 +141,9 @@ def linear_bytes(problem: Problem) -> int:
 
 @pytest.mark.parametrize("kind", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.long)])
 def test_quantised_bytes_and_plain_flops(kind: str) -> None:
-    plain, found = quantised_problem(None), quantised_problem(kind)
-    assert sum(r.cost.flops for r in found.regions) == sum(r.cost.flops for r in plain.regions)
-    assert linear_bytes(found) == pytest.approx(linear_bytes(plain) / 4 * BYTES[kind], rel=0.1)
+    plain, narrow = quantised_problem(None), quantised_problem(kind)
+    assert sum(r.cost.flops for r in narrow.regions) == sum(r.cost.flops for r in plain.regions)
+    assert linear_bytes(narrow) == pytest.approx(linear_bytes(plain) / 4 * BYTES[kind], rel=0.1)
 
 
 def test_bad_quantisations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

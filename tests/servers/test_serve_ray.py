@@ -159,8 +159,8 @@ def plain(adapters: dict[str, str]) -> Callable[[dict[str, Any]], list[np.ndarra
         call = {name: request[name] for name in ("prompt", "height", "width")}
         noise = torch.Generator().manual_seed(request.get("seed", 0))
         pipe = pipes[request.get("adapter")]
-        made = pipe(**call, num_inference_steps=request["steps"], generator=noise, output_type="pil")
-        return [np.asarray(image) for image in made.images]
+        output = pipe(**call, num_inference_steps=request["steps"], generator=noise, output_type="pil")
+        return [np.asarray(image) for image in output.images]
 
     return generate
 
