@@ -1,19 +1,24 @@
-"""Parts of SGLang-diffusion for tests: its transformers at two blocks, its arguments, its denoising stage, on a CPU."""
+"""Parts of SGLang-diffusion for tests: its transformers at two blocks, its arguments, its denoising stage, on a CPU; and what
+stands in for modules and kernels that it has no build of there."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import sglang_stand_ins
 import torch
 import torch.distributed as dist
+from stand_ins import Finder
+from torch.nn import functional
 
 HERE = Path(__file__).parent
 
@@ -28,6 +33,66 @@ OPTIONS = {
 MEMORY = "1MiB"
 
 
+# Module -> why it is not the real one.
+STANDS_IN = {
+    "IPython": "only notebooks need it, and it brings a dozen packages",
+    "sgl_kernel": "on PyPI it is built for CUDA",
+    "torchvision": "on PyPI it is built for CUDA, beside another torch",
+}
+
+
+def stand_in() -> None:
+    """Let imports of the modules find their stand-ins, and SGLang the kernels that a build of sgl_kernel for CPUs has."""
+
+    def norm(x: Any, weight: Any, bias: Any, scale: Any, shift: Any, kind: str, eps: float) -> Any:
+        if kind == "rms":
+            found = functional.rms_norm(x.float(), x.shape[-1:], weight, eps)
+        else:
+            found = functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+        return (found * (1 + scale) + shift).to(x.dtype)
+
+    def scale_shift(x: Any, scale: Any, shift: Any, constant: float) -> Any:
+        return x * (constant + scale) + shift
+
+    def gated_norm(
+        residual: Any, x: Any, gate: Any, weight: Any, bias: Any, scale: Any, shift: Any, kind: str, eps: float
+    ) -> Any:
+        total = residual + (x if gate is None else x * gate)
+        return norm(total, weight, bias, scale, shift, kind, eps), total
+
+    library = torch.library.Library("sgl_kernel", "DEF")
+    for schema, kernel in (
+        ("fused_norm_scale_shift_cpu(T x, T? w, T? b, T scale, T shift, str kind, float eps) -> T", norm),
+        ("fused_scale_shift_cpu(T x, T scale, T shift, float constant) -> T", scale_shift),
+        (
+            "fused_scale_residual_norm_scale_shift_cpu(T residual, T x, T? gate, T? w, T? b, T scale, T shift, str kind, "
+            "float eps) -> (T, T)",
+            gated_norm,
+        ),
+    ):
+        name = library.define(re.sub(r"\bT\b", "Tensor", schema))
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+    finder = Finder(STANDS_IN)
+    finder.kernels = library  # which last as long as it
+    sys.meta_path.append(finder)
+
+
+def bind_fallbacks() -> None:
+    """Let SGLang take the function that stands for a Triton kernel on a CPU when it is asked for, not at each call.
+
+    It imports the module of that function in each call, where Dynamo breaks the graph; on a GPU nothing does so.
+    """
+    from sglang.kernels.ops.diffusion.common import platform
+
+    def bound(kind: str, name: str) -> Any:
+        try:
+            return getattr(import_module(f"sglang.kernels.ops.diffusion.common.fallback_{kind}"), name)
+        except ImportError:  # of other machines
+            return None
+
+    platform.lazy_fallback = bound
+
+
 def load_sglang() -> None:
     """Load the plug-in as a worker of the server does, by its entry point, and let SGLang put its hooks."""
     os.environ |= {
@@ -38,8 +103,8 @@ def load_sglang() -> None:
         "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu",
         "SGLANG_USE_CPU_ENGINE": "1",
     }
-    sglang_stand_ins.stand_in()
-    sglang_stand_ins.bind_fallbacks()
+    stand_in()
+    bind_fallbacks()
     from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks, load_plugins
 
     load_plugins()
