@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,6 +92,16 @@ def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
     """The regions of a module.  Without ``min_bytes``, every weight may be streamed."""
     chosen = Options(**{"min_bytes": 0, **options})
     return make_cut(trace(model, {"x": x}, chosen.min_bytes), chosen.group_bytes)
+
+
+def run_python(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """This Python in another process, which finds the package and the modules of tests."""
+    here = Path(__file__).parent
+    path = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
 
 
 def anonymous_bytes() -> int:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -14,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EAGER, HERE, RESIDENT, WITHIN
-from helpers import Stack, check_steps, stack, twins
+from conftest import EAGER, RESIDENT, WITHIN
+from helpers import Stack, check_steps, run_python, stack, twins
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
@@ -184,10 +181,7 @@ print("over", flush=True)
 
 @pytest.mark.parametrize("debug", [pytest.param("()", marks=pytest.mark.long), "'threads'"])
 def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str) -> None:
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # torch cannot use a GPU after a fork
-    command = [sys.executable, "-c", ENDING % debug]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * WITHIN, check=False)
+    done = run_python("-c", ENDING % debug, CUDA_VISIBLE_DEVICES="")  # torch cannot use a GPU after a fork
     assert (done.returncode, done.stdout) == (0, 3 * "over\n"), done.stderr
 
 

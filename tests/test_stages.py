@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import HERE, MODEL, OPTIONS, SIZES
-from helpers import Block, Stack, UlyssesStack, fake_ranks
+from helpers import Block, Stack, UlyssesStack, fake_ranks, run_python
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
 from schedules import ranked
@@ -201,10 +198,17 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
 @pytest.mark.long
 def test_stage_files_are_the_same_every_time_and_in_every_process(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "2")):
-        command = [sys.executable, "-m", "chunkflow_compile.cli.main", "dump", MODEL, *SIZES, "--annotate"]
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command += ["--out", str(tmp_path / name)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        command = (
+            "-m",
+            "chunkflow_compile.cli.main",
+            "dump",
+            MODEL,
+            *SIZES,
+            "--annotate",
+            "--out",
+            str(tmp_path / name),
+        )
+        done = run_python(*command, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", "progress is for terminals"
     files = {p.name for p in (tmp_path / "a").iterdir()}
@@ -279,7 +283,6 @@ def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
     artefact."""
     script = (
         "import os, sys, torch\n"
-        f"sys.path.insert(0, {str(HERE)!r})\n"
         "from helpers import Stack\n"
         "options = {'min_bytes': 4096, 'chunk_bytes': 4096, 'group_bytes': 1, 'lowering': 'eager', 'slowdown': 1000.0}\n"
         "for logs in (None, {}, {'modules': {'chunkflow': True}}):\n"
@@ -291,9 +294,7 @@ def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
         "    with torch.no_grad():\n"
         "        torch.compile(Stack(3).eval(), backend='chunkflow', options=options)(torch.randn(4, 8))\n"
     )
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "chunkflow_compile"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", script, TORCH_TRACE=str(tmp_path), TORCH_LOGS="chunkflow_compile")
     assert done.returncode == 0, done.stderr
     logs = done.stderr.split("next\n")
     assert ["[__chunkflow] rewritten, 0." in log for log in logs] == [True, False, True]

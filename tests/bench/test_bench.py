@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import OwnClock
-from conftest import HERE
-from helpers import WIDE, UlyssesStack, check_steps, twins
+from helpers import WIDE, UlyssesStack, check_steps, run_python, twins
 from problems import CHUNK, MACHINE, blocks_problem
 from torch import nn
 
@@ -64,14 +61,12 @@ def test_the_slowdown_by_copies_is_measured_on_all_arms() -> None:
 
 
 @pytest.mark.long
-def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_of_a_model_of_ones_own(tmp_path: Path) -> None:
     own, record, picture = tmp_path / "own.py", tmp_path / "bench.json", tmp_path / "bench.png"
     own.write_text(OWN)
-    command = [sys.executable, "-m", "chunkflow_compile.cli.main", "bench", f"{own}:build", "--bandwidth", "100MB/s"]
+    command = ["-m", "chunkflow_compile.cli.main", "bench", f"{own}:build", "--bandwidth", "100MB/s"]
     command += ["--arms", ",".join(ARMS), "--steps", "4", "--lowering", "eager"]
-    command += ["--json", str(record), "--picture", str(picture)]
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(*command, "--json", str(record), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     assert "a link of 100.0 MB/s is emulated: " in done.stdout and "\r" not in done.stdout
     written = json.loads(record.read_text())
