@@ -162,8 +162,7 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
     in_cycles = list[bool]()
     order = (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 4)
     for i, rows in (*((i, 4) for i in order), *((i, rows) for rows in (7, 7, 9) for i in (0, 1))):
-        x = torch.randn(rows, 8)
-        assert torch.equal(models[i](x), plain[i](x))
+        check_steps(models[i], plain[i], 1, (rows, 8))
         assert on_device(arena, *models) == arena.held <= 2 * memory
         in_cycles.append(arena.cycles.current is not None)
     assert not all(in_cycles) and all(in_cycles[-6:])
