@@ -109,8 +109,6 @@ def test_a_prefix_keeps_the_first_blocks_that_the_budget_holds() -> None:
         assert ours.predicted is not None and plan.predicted is not None
         assert ours.predicted.step_s <= plan.predicted.step_s * 1.001
     assert moved[0] == layerwise.moved_bytes and moved == sorted(moved, reverse=True) and moved[3] < moved[0]
-    with pytest.raises(ChunkflowError, match="layerwise-prefix keeps what fits a budget"):
-        place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise-prefix")
 
 
 def test_the_load_of_a_link_sets_its_bandwidth() -> None:
