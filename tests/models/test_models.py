@@ -12,11 +12,11 @@ from conftest import OPTIONS, RESIDENT
 from helpers import WIDE
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, programs
+import chunkflow_compile
+from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.program.cycle import prefetches
-from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import tensors_of
 
@@ -64,7 +64,7 @@ def run_and_compare(name: str, lowering: str, degree: int) -> None:
         assert programs(reference)[0].plan.moved_bytes == 0
 
 
-def check_transfers(runner: Session) -> None:
+def check_transfers(runner: chunkflow_compile.runtime.session.Session) -> None:
     """Count the bytes: an offloader that does nothing would pass the test of outputs."""
     plan, steps = runner.plan, runner.measurements
     assert plan.moved_bytes > 0.9 * runner.program.problem.total_bytes
@@ -75,7 +75,7 @@ def check_transfers(runner: Session) -> None:
     assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
-def check_slots(model: nn.Module, runner: Session) -> None:
+def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.session.Session) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
     buffers = {buffer.name: buffer for _, t in tensors_of(model) if (buffer := buffer_of(t)) is not None}
     plans, broken, newer = {w.name: w for w in runner.plan.streamed}, set[str](), list[tuple[str, int, int]]()
@@ -106,5 +106,6 @@ def test_streams_bitwise_equal_to_resident(
 
 
 def test_ulysses_without_a_process_group_is_refused() -> None:
-    with pytest.raises(ChunkflowError, match=r"there is none: call torch\.distributed\.init_process_group"):
+    said = r"there is none: call torch\.distributed\.init_process_group"
+    with pytest.raises(chunkflow_compile.ChunkflowError, match=said):
         enable_ulysses(small_model("wan", Size(layers=1)), 2)
