@@ -48,6 +48,9 @@ OPTIONS: dict[str, Any] = {
     "slowdown": 1.0,
 }
 
+# The same without compiled kernels: what a model gives is what it gives without ChunkFlow, bit for bit.
+EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
+
 # A machine on which the copies of the first block begin in the step before.
 WRAPS = str(HERE / "short_edges.json")
 

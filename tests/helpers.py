@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.small import Size
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
@@ -54,11 +58,24 @@ def twins(make: Callable[[], Module]) -> tuple[Module, Module]:
     return model.eval(), make().eval()
 
 
-def check_steps(run: Any, twin: Any, steps: int, shape: Sequence[int] = (4, 8)) -> None:
+def small_twins(name: str, size: Size, degree: int = 1) -> tuple[Any, Any]:
+    """A small model of diffusers twice; both split the sequence over ``degree`` ranks."""
+    model, twin = (enable_ulysses(small_model(name, size), degree) for _ in range(2))
+    return model, twin
+
+
+def check_small(run: Any, twin: Any, name: str, size: Size, seeds: Iterable[int]) -> None:
+    """Calls of a small model of diffusers, each with the inputs of a seed, give what the twin gives, bit for bit."""
+    for seed in seeds:
+        inputs = small_inputs(name, size, seed)
+        assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), seed
+
+
+def check_steps(run: Any, twin: Any, steps: int, shape: Sequence[int] = (4, 8), device: str = "cpu") -> None:
     """Steps with new inputs each give what the twin gives, bit for bit."""
-    for _ in range(steps):
-        x = torch.randn(shape)
-        assert torch.equal(run(x), twin(x))
+    for step in range(steps):
+        x = torch.randn(shape, device=device)
+        assert torch.equal(run(x), twin(x)), step
 
 
 def on_card(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +92,16 @@ def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
     """The regions of a module.  Without ``min_bytes``, every weight may be streamed."""
     chosen = Options(**{"min_bytes": 0, **options})
     return make_cut(trace(model, {"x": x}, chosen.min_bytes), chosen.group_bytes)
+
+
+def run_python(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """This Python in another process, which finds the package and the modules of tests."""
+    here = Path(__file__).parent
+    path = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
 
 
 def anonymous_bytes() -> int:
@@ -119,6 +146,19 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
+class InTurn(nn.Module):
+    """Blocks in a ModuleList, and nothing around them."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Stack(nn.Module):
     """Blocks in a ModuleList between two projections."""
 
@@ -133,6 +173,11 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def stack(layers: int = 2, seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(layers).eval()
 
 
 class Tabled(Stack):
@@ -224,17 +269,11 @@ def gather_heads(x: torch.Tensor) -> torch.Tensor:
     return moved.permute(1, 0, 2, 3).reshape(tokens // ranks, ranks * heads, depth)
 
 
-class UlyssesStack(nn.Module):
+class UlyssesStack(InTurn):
     """Ulysses blocks in a ModuleList."""
 
     def __init__(self, layers: int = 2, width: int = 32, heads: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([UlyssesBlock(width, heads) for _ in range(layers)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(UlyssesBlock(width, heads) for _ in range(layers))
 
 
 class Coalesced(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers import InTurn
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -62,15 +63,9 @@ class OpaqueBlock(nn.Module):
         return x + self.out(back.transpose(0, 1).reshape(tokens, width))
 
 
-class OpaqueStack(nn.Module):
+class OpaqueStack(InTurn):
     def __init__(self, layers: int = 2, width: int = 32, heads: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([OpaqueBlock(width, heads) for _ in range(layers)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(OpaqueBlock(width, heads) for _ in range(layers))
 
 
 @contextmanager

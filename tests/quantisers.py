@@ -9,6 +9,18 @@ import torch
 from torch import nn
 
 
+class GGUFParameter(nn.Parameter):
+    """Stands for a GGUF weight: it counts as one by its name, and its values are not quantised."""
+
+
+class Int8Params(nn.Parameter):
+    """Stands for an int8 weight of bitsandbytes, which cannot be streamed, by its name."""
+
+
+GGUFParameter.__module__ = "diffusers.quantizers.gguf.utils"
+Int8Params.__module__ = "bitsandbytes.nn.modules"
+
+
 def torchao(config: str) -> Callable[[nn.Module], None]:
     def quantise(model: nn.Module) -> None:
         quantization = pytest.importorskip("torchao.quantization")
@@ -23,23 +35,35 @@ def quanto(model: nn.Module) -> None:
     library.freeze(model)
 
 
+def replace_linear(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put another layer in the place of each linear one, with its bias."""
+    for name, linear in [*model.named_modules()]:
+        if type(linear) is nn.Linear:
+            parent, _, leaf = name.rpartition(".")
+            layer = make(linear)
+            layer.bias = linear.bias
+            setattr(model.get_submodule(parent), leaf, layer)
+
+
 def nf4(double: bool) -> Callable[[nn.Module], None]:
     def quantise(model: nn.Module) -> None:
         library = pytest.importorskip("bitsandbytes").nn
-        for name, linear in list(model.blocks.named_children()):  # type: ignore[union-attr, operator]
-            made = library.Linear4bit(
-                linear.in_features, linear.out_features, compute_dtype=torch.bfloat16, quant_type="nf4"
-            )
-            made.weight = library.Params4bit(
-                linear.weight.data, quant_type="nf4", compress_statistics=double, module=made
-            )
-            made.bias = linear.bias
-            setattr(model.blocks, name, made.to("cpu"))
+
+        def make(linear: nn.Linear) -> nn.Module:
+            sizes = linear.in_features, linear.out_features
+            layer = library.Linear4bit(*sizes, compute_dtype=linear.weight.dtype, quant_type="nf4")
+            given = {"quant_type": "nf4", "compress_statistics": double, "requires_grad": False}
+            layer.weight = library.Params4bit(linear.weight.data, module=layer, **given)
+            return layer.to("cpu")
+
+        replace_linear(model, make)
 
     return quantise
 
 
 def layerwise_casting(model: nn.Module) -> None:
+    """Float8 in host memory and across the link; each layer casts for its call."""
     from diffusers.hooks import apply_layerwise_casting
 
-    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
+    dtype = next(model.parameters()).dtype
+    apply_layerwise_casting(model, torch.float8_e4m3fn, dtype, skip_modules_pattern=())

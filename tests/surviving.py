@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from conftest import OPTIONS, WRAPS
 from helpers import Stack, check_steps
+from helpers import stack as stack_of
 from torch import nn
 
 from chunkflow_compile import programs, restore
 from chunkflow_compile.runtime.session import Session
 
 EAGER = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
-
-
-def stack(layers: int = 4) -> Stack:
-    torch.manual_seed(0)
-    return Stack(layers).eval()
+stack = partial(stack_of, 4)
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack, twins
+from helpers import Stack, stack, twins
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
@@ -38,11 +38,6 @@ from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.units import enough, parse_bytes, size
 
 
-def stack() -> Stack:
-    torch.manual_seed(0)
-    return Stack().eval()
-
-
 def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True, **options: Any) -> torch.Tensor:
     goal = {k: v for k, v in OPTIONS.items() if k != "slowdown" or "memory" not in options}
     compiled = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options={**goal, **options})
@@ -54,11 +49,24 @@ def frozen(model: nn.Module) -> None:
         run(model)
 
 
-def placed(model: nn.Module) -> None:
-    try:
-        run(offload(model, min_bytes=4096))
-    finally:
-        restore(model)
+def undone(way: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A way after which the model is restored, so that the test finds it as it was."""
+
+    def call(model: Any) -> Any:
+        try:
+            way(model)
+        finally:
+            restore(model)
+
+    return call
+
+
+def twice(function: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
+    return undone(lambda model: function(function(model, min_bytes=64, **options), **options))
+
+
+def placed(*inputs: torch.Tensor) -> Callable[[Any], Any]:
+    return undone(lambda model: run(offload(model, min_bytes=4096), *inputs))
 
 
 def under(config: Any, name: str, way: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -79,29 +87,10 @@ SETTINGS: list[tuple[Any, str, str]] = [
 ]
 
 
-def placed_inputs(model: nn.Module) -> None:
-    try:
-        run(offload(model, min_bytes=4096), torch.randn(4, 8, device="meta"))
-    finally:
-        restore(model)
-
-
 def compiled_before(part: Callable[[Any], nn.Module]) -> Callable[[Any], Any]:
     def call(model: Any) -> Any:
         part(model).compile(backend="eager")
         return compile(model)
-
-    return call
-
-
-def twice(function: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
-    """Restored between both, so that the test finds it as it was."""
-
-    def call(model: Any) -> Any:
-        try:
-            function(function(model, min_bytes=64, **options), **options)
-        finally:
-            restore(model)
 
     return call
 
@@ -133,7 +122,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (given(memory=4096), r"memory=4.0 KiB is too little: the program needs (\S+) KiB.*Give memory='\S+KiB' or more"),
     (frozen, r"freezing turns weights"),
     (torch.enable_grad()(run), r"inference only.*torch.no_grad\(\)"),
-    (placed_inputs, r"placed for cpu, but argument 0 is on meta: move it to cpu"),
+    (placed(torch.randn(4, 8, device="meta")), r"placed for cpu, but argument 0 is on meta: move it to cpu"),
     (lambda model: torch.compile(model, backend="chunkflow", mode="fastest")(torch.randn(4, 8)), r"(?i)mode"),
     (twice(offload), r"offloaded already"),
     (lambda _: offload(Stack().to("meta")), r"meta device, without values"),
@@ -172,7 +161,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     *(
         (under(config, name, way), rf"torch\.\w+\.config\.{name} .*{why}.*set it to False")
         for config, name, why in SETTINGS
-        for way in (run, placed, compile)
+        for way in (run, placed(), compile)
         if hasattr(config, name)
     ),
 ]
@@ -229,17 +218,16 @@ def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, n
     torch.testing.assert_close(run(model, x, **given), twin(x))
     assert programs(model)[-1].plan == made
     other = Stack(3).eval()
-    with pytest.raises(
-        Exception, match=r"plan was made for problem .* only one of them has the weight blocks.2.down.weight"
+    edited = tmp_path / "edited.json"
+    edited.write_text(made.to_json().replace('"arena_bytes": ', '"arena_bytes": 1'))
+    for changed, said in (
+        ({}, r"plan was made for problem .* only one of them has the weight blocks.2.down.weight"),
+        ({"plan": str(edited)}, "edited after it was written"),
+        ({"plan": "/nowhere"}, r"plan /nowhere cannot be read"),
+        ({"slowdown": 1.5}, "a plan or a goal for one"),
     ):
-        run(other, x, **given)
-    file.write_text(made.to_json().replace('"arena_bytes": ', '"arena_bytes": 1'))
-    with pytest.raises(Exception, match="edited after it was written"):
-        run(other, x, **given)
-    with pytest.raises(Exception, match=r"plan /nowhere cannot be read"):
-        run(other, x, plan="/nowhere", slowdown=None)
-    with pytest.raises(Exception, match="a plan or a goal for one"):
-        run(other, x, plan=str(file))
+        with pytest.raises(Exception, match=said):
+            run(other, x, **{**given, **changed})
 
 
 def test_inductor_options_of_the_user_reach_the_regions(no_grad: None) -> None:
@@ -275,23 +263,17 @@ def test_a_weight_that_forward_changes_stays(no_grad: None) -> None:
     assert torch.equal(model.blocks[0].up.weight, twin.blocks[0].up.weight)
 
 
-@pytest.mark.parametrize(
-    ("op", "arguments"),
-    [
-        (torch.ops._c10d_functional.broadcast.default, (0, "0")),
-        (torch.ops.c10d_functional.all_reduce.default, ("sum", "", [0, 1], 2)),
-    ],
-)
-def test_an_unknown_collective_is_an_error_not_compute(op: Any, arguments: tuple[Any, ...]) -> None:
-    graph = torch.fx.Graph()
-    node = graph.call_function(op, (graph.placeholder("x"), *arguments))
-    with pytest.raises(ChunkflowError, match=rf"collective {op._schema.name} \(node {node.name}\).*does not know"):
-        collective_kind(node)
-
-
-def test_a_process_group_that_is_an_input_is_refused() -> None:
+def test_an_unknown_collective_and_a_process_group_that_is_an_input_are_errors() -> None:
+    """Such a collective is no compute."""
     graph = torch.fx.Graph()
     x, group = graph.placeholder("x"), graph.placeholder("group")
+    for op, arguments in (
+        (torch.ops._c10d_functional.broadcast.default, (0, "0")),
+        (torch.ops.c10d_functional.all_reduce.default, ("sum", "", [0, 1], 2)),
+    ):
+        node = graph.call_function(op, (x, *arguments))
+        with pytest.raises(ChunkflowError, match=rf"collective {op._schema.name} \(node {node.name}\).*does not know"):
+            collective_kind(node)
     node = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", group))
     with pytest.raises(ChunkflowError, match=r"The process group of all_reduce\w* is an input of the graph"):
         group_name(node)

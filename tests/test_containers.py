@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from conftest import fork
+from helpers import run_python
 
 import chunkflow_compile
 from chunkflow_compile.hardware.caches import FOLDER_VARIABLE
@@ -83,9 +82,7 @@ def test_a_user_without_an_account_or_home(tmp_path: Path) -> None:
 def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """torch's compiler cannot be imported with it."""
     (tmp_path / "taken").touch()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    environment[FOLDER_VARIABLE] = f"{tmp_path}/taken/below"
-    done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_python("-c", RUN, OMP_NUM_THREADS="1", **{FOLDER_VARIABLE: f"{tmp_path}/taken/below"})
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     (found,) = warned(done.stdout)
     assert "taken" in found and "(Not a directory)" in found and f"set {FOLDER_VARIABLE} to a folder" in found

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import Stack, UlyssesStack, on_card
+from helpers import Stack, UlyssesStack, check_steps, on_card
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
@@ -51,9 +51,20 @@ def compiled(model: nn.Module, **options: Any) -> Any:
     return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
 
 
-def resident(model: nn.Module, **options: Any) -> Any:
+def resident(model: nn.Module) -> Any:
     """The same regions with all weights on the device: the reference, equal bit for bit."""
-    return compiled(model, policy="resident", **{k: v for k, v in options.items() if k not in ("policy", "memory")})
+    return compiled(model, policy="resident")
+
+
+def streamed(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Any, Any]:
+    """A model on the host, what streams it, and what runs the same with all weights on the device."""
+    model, twin = twins(make)
+    offload(model, "cuda", min_bytes=4096)
+    return model, compiled(model, **options), resident(twin)
+
+
+def check_on_card(run: Any, right: Any, steps: int, shape: tuple[int, ...] = (16, 8)) -> None:
+    check_steps(run, right, steps, shape, "cuda")
 
 
 def check_moved(model: nn.Module, steps: int) -> None:
@@ -66,9 +77,7 @@ def check_moved(model: nn.Module, steps: int) -> None:
 
 def test_without_arrivals_numbers_are_wrong() -> None:
     """The tests that compare numbers can fail."""
-    model, twin = twins(lambda: Stack(8, width=1024))
-    offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model), resident(twin)
+    model, run, right = streamed(lambda: Stack(8, width=1024))
     x = torch.randn(64, 8, device="cuda")
     assert torch.equal(run(x), right(x))
     executor = programs(model)[0].executor
@@ -82,14 +91,12 @@ def test_without_arrivals_numbers_are_wrong() -> None:
 
 
 def test_pinned_bytes_are_those_of_the_weights_and_are_given_back() -> None:
-    model, _ = twins(lambda: Stack(4, width=512))
-    offload(model, "cuda", min_bytes=4096)
-    run = compiled(model)
+    model, run, _ = streamed(lambda: Stack(4, width=512))
     run(torch.randn(4, 8, device="cuda"))
-    streamed = {w.name for w in programs(model)[0].plan.streamed}
+    names = {w.name for w in programs(model)[0].plan.streamed}
     buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
-    assert streamed and all(h.pinned == (h.name in streamed) == h.host.is_pinned() for h in buffers)
-    assert buffers[0].store.pinned_bytes == sum(h.nbytes for h in buffers if h.name in streamed)
+    assert names and all(h.pinned == (h.name in names) == h.host.is_pinned() for h in buffers)
+    assert buffers[0].store.pinned_bytes == sum(h.nbytes for h in buffers if h.name in names)
     restore(model)
     assert not any(h.host.is_pinned() for h in buffers)
 
@@ -122,18 +129,15 @@ def test_new_weights_may_come_from_the_card() -> None:
     offload(model, "cuda", min_bytes=4096)
     run, right = compiled(model), resident(twin)
     for _ in range(3):
-        x = torch.randn(16, 8, device="cuda")
-        assert torch.equal(run(x), right(x))
+        check_on_card(run, right, 1)
         new = {k: torch.randn_like(v) for k, v in twin.state_dict().items()}
         model.load_state_dict(new)
         twin.load_state_dict(new)
-    assert torch.equal(run(x), right(x))
+    check_on_card(run, right, 1)
 
 
 def test_dropping_a_model_during_its_copies_harms_no_other() -> None:
-    model, _ = twins(lambda: Stack(8, width=1024))
-    offload(model, "cuda", min_bytes=4096)
-    run = compiled(model)
+    model, run, _ = streamed(lambda: Stack(8, width=1024))
     for _ in range(2):
         run(torch.randn(16, 8, device="cuda"))
     model.load_state_dict(model.state_dict())  # starts a new session, with streams of its own
@@ -147,22 +151,16 @@ def test_dropping_a_model_during_its_copies_harms_no_other() -> None:
 
 
 def test_several_models_in_one_arena() -> None:
-    arena, pairs = Arena("cuda"), [twins(partial(Stack, 6, width=w)) for w in (256, 128)]
-    runs = []
-    for model, twin in pairs:
-        offload(model, "cuda", min_bytes=4096)
-        runs.append((compiled(model, arena=arena), resident(twin)))
+    arena = Arena("cuda")
+    cases = [streamed(partial(Stack, 6, width=w), arena=arena) for w in (256, 128)]
     for _ in range(3):
-        for run, right in runs:
-            x = torch.randn(16, 8, device="cuda")
-            assert torch.equal(run(x), right(x))
-    assert arena.nbytes == max(programs(m)[0].plan.arena_bytes for m, _ in pairs)
+        for _, run, right in cases:
+            check_on_card(run, right, 1)
+    assert arena.nbytes == max(programs(model)[0].plan.arena_bytes for model, _, _ in cases)
 
 
 def test_the_caller_may_use_another_stream() -> None:
-    model, twin = twins(lambda: Stack(6, width=512))
-    offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model), resident(twin)
+    _, run, right = streamed(lambda: Stack(6, width=512))
     results = []
     for _ in range(4):
         with torch.cuda.stream(torch.cuda.Stream()):  # the host waits for none of them
@@ -173,9 +171,7 @@ def test_the_caller_may_use_another_stream() -> None:
 
 
 def test_what_was_measured_can_be_explained() -> None:
-    model, _ = twins(lambda: Stack(6, width=512))
-    offload(model, "cuda", min_bytes=4096)
-    run = compiled(model)
+    model, run, _ = streamed(lambda: Stack(6, width=512))
     for _ in range(4):
         run(torch.randn(16, 8, device="cuda"))
     step = programs(model)[0].measurements[-1]
@@ -213,12 +209,8 @@ def test_missing_cards() -> None:
 def check_collectives() -> None:
     """With the default process group as it is."""
     try:
-        model, twin = twins(lambda: UlyssesStack(4, width=256))
-        offload(model, "cuda", min_bytes=4096)
-        run, right = compiled(model), resident(twin)
-        for _ in range(4):
-            x = torch.randn(64, 256, device="cuda")
-            assert torch.equal(run(x), right(x))
+        model, run, right = streamed(lambda: UlyssesStack(4, width=256))
+        check_on_card(run, right, 4, (64, 256))
         check_moved(model, 4)
         assert programs(model)[0].measurements[-1].collective_s > 0
     finally:
@@ -244,9 +236,7 @@ def test_collectives_of_nccl() -> None:
 @pytest.mark.parametrize("slow", ["compute", "copy"])
 def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
     """A millisecond before regions, or before copies, is enough for a race that a missing event would allow."""
-    model, twin = twins(lambda: Stack(8, width=256))
-    offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model, debug="poison"), resident(twin)
+    model, run, right = streamed(lambda: Stack(8, width=256), debug="poison")
     run(torch.randn(64, 8, device="cuda"))
     executor = programs(model)[0].executor
     ballast = torch.randn(HEAVY, HEAVY, device="cuda")
@@ -260,15 +250,11 @@ def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
     else:
         copy = executor.device.copy_bytes
         executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))
-    for _ in range(6):
-        x = torch.randn(64, 8, device="cuda")
-        assert torch.equal(run(x), right(x))
+    check_on_card(run, right, 6, (64, 8))
 
 
 def two_on_one_card(rank: int) -> None:
-    model, twin = twins(lambda: UlyssesStack(3, width=256))
-    offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model), resident(twin)
+    model, run, right = streamed(lambda: UlyssesStack(3, width=256))
     for _ in range(4):
         x = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
         assert torch.equal(run(x), right(x))
@@ -280,12 +266,8 @@ def test_two_processes_on_one_card(on_ranks: Callable[..., None]) -> None:
 
 
 def test_a_weight_larger_than_the_cache() -> None:
-    model, twin = twins(lambda: Stack(2, width=8192))  # 512 MiB a weight
-    offload(model, "cuda", min_bytes=MIB)
-    run, right = compiled(model, chunk_bytes=16 * MIB, min_bytes=MIB), resident(twin, min_bytes=MIB)
-    for _ in range(3):
-        x = torch.randn(16, 8, device="cuda")
-        assert torch.equal(run(x), right(x))
+    model, run, right = streamed(lambda: Stack(2, width=8192), chunk_bytes=16 * MIB)  # 512 MiB a weight
+    check_on_card(run, right, 3)
     check_moved(model, 3)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
-from helpers import Stack, check_steps
+from conftest import EAGER, OPTIONS
+from helpers import Stack, check_steps, stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, explain, offload, programs, replan, restore
@@ -19,13 +19,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.measurement import SCHEMA, Measured
 
-EAGER = {**OPTIONS, "lowering": "eager"}
 SMALL = {"memory": 50000, "slowdown": None}
-
-
-def stack(seed: int = 0) -> Stack:
-    torch.manual_seed(seed)
-    return Stack(6).eval()
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
@@ -40,7 +34,7 @@ def check(run: nn.Module, twin: nn.Module, steps: int = 3) -> None:
 
 
 def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     run = compiled(model, debug=("threads", "poison"))
     check(run, twin)
     (first,) = programs(model)
@@ -65,13 +59,18 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
         assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
         seen.append(session.plan.moved_bytes)
     assert seen[0] == 0 < min(seen[1:])
+    replan(model, memory=30000)
+    replan(model, as_measured=True)  # before a call with the other goal, which stays
+    check(run, twin)
+    (session,) = programs(model)
+    assert session.code.settings.memory == 30000 >= session.plan.device_bytes
     restore(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     check(run, twin)
 
 
 def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     run = compiled(model)
     with pytest.raises(
         ChunkflowError, match="No program of this model runs yet: compile it with ChunkFlow and call it"
@@ -93,7 +92,7 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
 
 
 def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     run = compiled(model, memory=50000, slowdown=None)
     check(run, twin)
     before = programs(model)[0].plan
@@ -116,7 +115,7 @@ def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, mo
 
 def test_every_resolution_keeps_its_new_plan_whatever_the_arena_does(no_grad: None) -> None:
     """The first call after replan grows the arena, which closes the programs of the other resolutions."""
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options={**EAGER, **SMALL})
     shapes = [(4, 8), (6, 8), (9, 8)]
     inputs = [torch.randn(*shape) for shape in shapes]
@@ -132,22 +131,11 @@ def test_every_resolution_keeps_its_new_plan_whatever_the_arena_does(no_grad: No
     assert len({p.plan.placement for p in programs(model)}) == 1
 
 
-def test_a_goal_that_has_not_run_yet_is_kept_where_none_is_given(no_grad: None) -> None:
-    model, twin = stack(), stack()
-    run = compiled(model)
-    check(run, twin)
-    replan(model, memory=30000)
-    replan(model, as_measured=True)
-    check(run, twin)
-    (session,) = programs(model)
-    assert session.code.settings.memory == 30000 >= session.plan.device_bytes
-
-
 def test_after_two_steps_the_plan_is_made_from_what_they_took(tmp_path: Path, no_grad: None) -> None:
     """With a profile on which a copy takes a hundred times as long as all compute: every weight stays resident."""
     machine = replace(load_profile(OPTIONS["hardware"]), launch_s=1e-5, h2d_bandwidth=1e6, name="wrong")
     (tmp_path / "wrong.json").write_text(machine.to_json())
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     told = {"slowdown": 50.0, "hardware": str(tmp_path / "wrong.json"), "replan_after": 2, "dump": tmp_path / "dump"}
     run = compiled(model, **told)
     for step in range(3):  # the first step pays for first touches and does not count
@@ -163,7 +151,7 @@ def test_after_two_steps_the_plan_is_made_from_what_they_took(tmp_path: Path, no
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_one_that_runs(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     run = compiled(model, replan_after=1)
     run(torch.randn(4, 8))
     (session,) = programs(model)
@@ -183,7 +171,8 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_that_runs(no_grad: None, capl
 
 
 def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None:
-    model, twin = stack(), stack()
+    """Timings of another model and of no model are refused."""
+    model, twin = stack(6), stack(6)
     run = compiled(model, dump=tmp_path)
     check(run, twin, 4)
     restore(model)  # writes the last figures
@@ -197,13 +186,6 @@ def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None
     assert session.plan.hardware.endswith("as measured")
     assert session.plan.predicted is not None
     assert session.plan.predicted.resident_step_s == pytest.approx(sum(took.timings().compute_s), rel=1e-6)
-
-
-def test_timings_of_another_model_and_of_no_model_are_refused(tmp_path: Path, no_grad: None) -> None:
-    run = compiled(stack(), dump=tmp_path)
-    for _ in range(2):
-        run(torch.randn(4, 8))
-    file = tmp_path / "rank0_0" / "measured.json"
     other = compiled(Stack(3).eval(), timings=str(file))
     with pytest.raises(Exception, match=r"measured on problem [0-9a-f]{16}, this model is .*Measure this one"):
         other(torch.randn(4, 8))
@@ -216,20 +198,19 @@ def test_timings_of_another_model_and_of_no_model_are_refused(tmp_path: Path, no
         ({"replan_after": 2, "plan": "p.json", "slowdown": None}, "Give a plan or replan_after, not both"),
     ):
         with pytest.raises(Exception, match=said):
-            compiled(stack(), **given)(torch.randn(4, 8))
+            compiled(stack(6), **given)(torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("known", [(4,), (4, 6)], ids=["compiled", "planned"])
 def test_a_size_that_comes_after_a_replan_keeps_to_its_goal(known: tuple[int, ...], no_grad: None) -> None:
     """The second size is compiled, the third is only planned."""
-    model, twin = stack(), stack()
+    model, twin = stack(6), stack(6)
     run = compiled(model, memory=10**9, slowdown=None)
     for rows in known:
         run(torch.randn(rows, 8))
     replan(model, memory=50000)
     for rows in (*known, 8, 10):
-        x = torch.randn(rows, 8)
-        assert torch.equal(run(x), twin(x))
+        check_steps(run, twin, 1, (rows, 8))
         newest = programs(model)[-1]
         assert newest.plan.device_bytes <= 50000 and newest.measurements[-1].moved_bytes > 0
     replan(model, policy="layerwise")
@@ -241,7 +222,7 @@ def test_a_size_that_comes_after_a_replan_keeps_to_its_goal(known: tuple[int, ..
 def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
     """Both have one compiled graph, and so its codes."""
     torch._dynamo.reset()
-    models = [offload(stack(), min_bytes=OPTIONS["min_bytes"]) for _ in range(2)]
+    models = [offload(stack(6), min_bytes=OPTIONS["min_bytes"]) for _ in range(2)]
     options = {**EAGER, "memory": 10**9, "slowdown": None}
 
     @torch.compile(backend="chunkflow", options=options, dynamic=True)

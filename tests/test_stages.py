@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import HERE, MODEL, OPTIONS, SIZES
-from helpers import Block, Stack, UlyssesStack, fake_ranks
+from helpers import Block, Stack, UlyssesStack, fake_ranks, run_python
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
 from schedules import ranked
@@ -136,45 +133,35 @@ def test_folding_hides_blocks_of_equal_structure(no_grad: None) -> None:
     ]
 
 
-class Scaled(Stack):
-    """Each block has a constant of its own."""
+class Numbered(Stack):
+    """Each block gets its number, and what the first one gets."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for i, block in enumerate(self.blocks):
-            block.scale = 1.5 + i
-            x = block(x)
+        x = first = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, first, number)
         return self.head(x)
 
 
 class ScaledBlock(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale  # type: ignore[operator]
+    """Each has a constant of its own."""
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor, number: int) -> torch.Tensor:
+        return super().forward(x) * (1.5 + number)
 
 
 class WiredBlock(Block):
-    def forward(self, x: torch.Tensor, first: torch.Tensor, turned: bool) -> torch.Tensor:
-        a, b = (first, x) if turned else (x, first)
-        return super().forward(a - b)
+    """They have the same ops on swapped operands."""
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor, number: int) -> torch.Tensor:
+        return super().forward(first - x if number % 2 else x - first)
 
 
-class Wired(Stack):
-    """Blocks with the same ops on swapped operands."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = first = self.embed(x)
-        for i, block in enumerate(self.blocks):
-            x = block(x, first, i % 2 == 1)
-        return self.head(x)
-
-
-@pytest.mark.parametrize(("model", "block"), [(Scaled, ScaledBlock), (Wired, WiredBlock)])
-def test_folding_shows_blocks_that_differ_in_constants_or_wiring(
-    model: type[Stack], block: type[Block], no_grad: None
-) -> None:
-    made = model(4)
-    made.blocks = nn.ModuleList([block(32) for _ in range(4)])
-    assert not [line for stage in folded(made) for line in stage if line.startswith("# blocks")]
+@pytest.mark.parametrize("block", [ScaledBlock, WiredBlock])
+def test_folding_shows_blocks_that_differ_in_constants_or_wiring(block: type[Block], no_grad: None) -> None:
+    model = Numbered(4)
+    model.blocks = nn.ModuleList([block(32) for _ in range(4)])
+    assert not [line for stage in folded(model) for line in stage if line.startswith("# blocks")]
 
 
 def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
@@ -192,9 +179,7 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
         check_cut(replace(cut, sequence=tuple(swapped)))
     region = cut.regions[0]
     for wrong in (sequence[:first], [*sequence, region]):
-        with pytest.raises(
-            FindingError, match=r"stage regions is broken: .* is computed \d+ times, \d+ in the traced graph"
-        ):
+        with pytest.raises(FindingError, match=r"stage regions is broken: .* is computed \d+ times, \d+ in the traced"):
             check_cut(replace(cut, sequence=tuple(wrong)))
     check_plan(replace(plan, weights=plan.weights[::-1]), cut.problem, None)
     weights = plan.weights
@@ -213,21 +198,22 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
 @pytest.mark.long
 def test_stage_files_are_the_same_every_time_and_in_every_process(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "2")):
-        command = [sys.executable, "-m", "chunkflow_compile.cli.main", "dump", MODEL, *SIZES, "--annotate"]
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path / name)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONHASHSEED": seed},
+        command = (
+            "-m",
+            "chunkflow_compile.cli.main",
+            "dump",
+            MODEL,
+            *SIZES,
+            "--annotate",
+            "--out",
+            str(tmp_path / name),
         )
+        done = run_python(*command, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", "progress is for terminals"
-    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    files = {p.name for p in (tmp_path / "a").iterdir()}
     numbered = [f"{i:02}_{name}" for i, name in enumerate(STAGES)]
-    assert files == sorted(
-        [f"{n}.py" for n in numbered] + [f"{n}.diff" for n in numbered[1:]] + ["plan.json", "report.txt"]
-    )
+    assert files == {"plan.json", "report.txt", *(f"{n}.py" for n in numbered), *(f"{n}.diff" for n in numbered[1:])}
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
@@ -251,9 +237,8 @@ def test_a_run_leaves_its_stages_and_what_it_measured(tmp_path: Path, no_grad: N
     assert figures["copied"].measured == figures["copied"].predicted == program.plan.moved_bytes > 0
     assert figures["a call of the model"].measured == late.step_s > late.compute_s > 0 and late.copy_s > 0
     assert sum(w.compute_s[0] for w in explained.windows) == pytest.approx(figures["compute"].predicted)
-    assert sum(w.exposed_s[0] for w in explained.windows) == pytest.approx(
-        figures["waiting for weights"].predicted, abs=1e-7
-    )
+    waited_s = sum(w.exposed_s[0] for w in explained.windows)
+    assert waited_s == pytest.approx(figures["waiting for weights"].predicted, abs=1e-7)
     assert len(explained.windows) == len(program.plan.regions) == len(late.windows.compute_s)
     assert json.loads(explained.to_json())["plan"] == program.plan.digest
     assert ("limited by" in str(explained) and "worst stalls" in str(explained)) or "waited for no" in str(explained)
@@ -298,7 +283,6 @@ def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
     artefact."""
     script = (
         "import os, sys, torch\n"
-        f"sys.path.insert(0, {str(HERE)!r})\n"
         "from helpers import Stack\n"
         "options = {'min_bytes': 4096, 'chunk_bytes': 4096, 'group_bytes': 1, 'lowering': 'eager', 'slowdown': 1000.0}\n"
         "for logs in (None, {}, {'modules': {'chunkflow': True}}):\n"
@@ -310,13 +294,7 @@ def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
         "    with torch.no_grad():\n"
         "        torch.compile(Stack(3).eval(), backend='chunkflow', options=options)(torch.randn(4, 8))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "chunkflow_compile"},
-    )
+    done = run_python("-c", script, TORCH_TRACE=str(tmp_path), TORCH_LOGS="chunkflow_compile")
     assert done.returncode == 0, done.stderr
     logs = done.stderr.split("next\n")
     assert ["[__chunkflow] rewritten, 0." in log for log in logs] == [True, False, True]

@@ -15,6 +15,11 @@ def ulysses() -> tuple[nn.Module, dict[str, Any]]:
     return UlyssesStack(), {"x": torch.randn(4, 32)}
 
 
+def block() -> tuple[nn.Module, dict[str, Any]]:
+    """One of them."""
+    return UlyssesStack(1), {"x": torch.randn(4, 32)}
+
+
 def split() -> tuple[nn.Module, dict[str, Any]]:
     """The same for 4096 tokens, which the ranks divide."""
     return UlyssesStack(), {"x": torch.randn(4096 // dist.get_world_size(), 32)}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import HERE, MODEL, SIZES
-from helpers import Stack
+from helpers import Stack, run_python
 
 from chunkflow_compile import offload, programs
 from chunkflow_compile.cli import demo, target
@@ -38,9 +36,9 @@ ULYSSES, SPLIT = (f"{HERE / 'two_blocks.py'}:{name}" for name in ("ulysses", "sp
 
 
 def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "chunkflow_compile.cli.main", *arguments]
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}  # this process has a random one
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_python(
+        "-m", "chunkflow_compile.cli.main", *arguments, PYTHONHASHSEED="1"
+    )  # this process has a random one
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -167,9 +165,8 @@ def test_a_sweep_of_degrees_says_which_to_take(tmp_path: Path, capsys: pytest.Ca
         assert written["recommended"] in shown and "in collectives" in shown and "note" not in said
         sentences.append(written["recommended"])
         steps.append({d["degree"]: d["step_s"] for d in written["degrees"]})
-    assert (
-        sentences[0] == "Take degree 1: it has the shortest step, and each rank does 100 % of what it does at degree 1."
-    )
+    first = "Take degree 1: it has the shortest step, and each rank does 100 % of what it does at degree 1."
+    assert sentences[0] == first
     assert sentences[1].startswith("Take degree 2: it has the shortest step, and each rank does ")
     assert list(steps[0]) == [1, 2] and steps[0][1] == steps[1][1]
     assert steps[1][2] < steps[2][2] > steps[2][1] == steps[1][1]  # between nodes the link is the slow one
@@ -253,7 +250,7 @@ print("torch" in sys.modules, file=sys.stderr)
 
 def test_help_and_doctor_import_no_torch() -> None:
     """They answer in a tenth of the time that its import takes.  A build for GPUs is asked for them."""
-    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, check=True)
+    done = run_python("-c", AT_ONCE)
     assert done.stderr.split() == ["False", str(bool(torch.version.cuda or torch.version.hip))]
     (found,) = re.findall(r"(?m)^torch +(\S+)", done.stdout)
     assert found == torch.__version__

@@ -1,4 +1,5 @@
-"""Profiles: the built-in ones are valid and name the source of each figure; calibrate writes one of this machine."""
+"""Profiles: the built-in ones are valid and name the source of each figure; calibrate writes one of this machine.  The rate
+of a drive, measured on a file; collectives of one process that stands for all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from clocks import OwnClock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware import calibrate, contention, stopwatch
+from chunkflow_compile.hardware.drive_rate import drive_rate
+from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names
 from chunkflow_compile.hardware.scaled import alike, scaled
 from chunkflow_compile.options import Options
@@ -97,10 +102,9 @@ def test_the_profile_of_a_card_without_one_is_of_the_card_of_the_model(monkeypat
             chosen = Options().on(torch.device(device))
         assert chosen.profile().name == f"scaled for {name}"
     assert load_profile("scaled").name == f"scaled for {cards[0].name}"
-    with pytest.raises(ChunkflowError, match=r"'scaled:2'.* has 2 cards"):
-        load_profile("scaled:2")
-    with pytest.raises(ChunkflowError, match="no hardware profile 'scaled:x'"):
-        load_profile("scaled:x")
+    for name, said in (("scaled:2", "'scaled:2'.* has 2 cards"), ("scaled:x", "no hardware profile 'scaled:x'")):
+        with pytest.raises(ChunkflowError, match=said):
+            load_profile(name)
 
 
 def test_the_rate_of_a_cache_is_less_the_start_of_a_kernel() -> None:
@@ -129,9 +133,7 @@ def test_the_rate_of_a_cache_is_less_the_start_of_a_kernel() -> None:
         load_profile("h200"), cache_bandwidth=found, cache_bytes=4 * part.nbytes, kernel_s=start_s, launch_s=0.0
     )
     assert cost.seconds(cached) == pytest.approx(in_a_row(lambda: torch.add(part, 1, out=part)), rel=1e-3)
-    assert calibrate.cache_rate(part, lambda call: 1.0) == 0, (
-        "no longer than for one element: the cache is not told from the memory"
-    )
+    assert calibrate.cache_rate(part, lambda call: 1.0) == 0, "no longer than for one element"
 
 
 def test_a_collective_of_two_nodes_takes_the_slower_of_both_links() -> None:
@@ -189,14 +191,13 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
             load_profile(own)
     with pytest.raises(ChunkflowError, match=r"hardware=5 is not a name"):
         load_profile(5)  # type: ignore[arg-type]
-    with pytest.raises(
-        ChunkflowError,
-        match=r"profile 'rtx4090'; the nearest are rtx-4090-pcie, rtx-4090-d-pcie, rtx-4090-laptop. Use one of them, a JSON "
-        r"file, or 'measured'; chunkflow plan --help lists all",
+    for name, nearest in (
+        ("rtx4090", "rtx-4090-pcie, rtx-4090-d-pcie, rtx-4090-laptop"),
+        ("A100", "a100-80gb-pcie, a100-40gb-pcie, a100-80gb-nvlink"),
     ):
-        load_profile("rtx4090")
-    with pytest.raises(ChunkflowError, match="the nearest are a100-80gb-pcie, a100-40gb-pcie, a100-80gb-nvlink"):
-        load_profile("A100")
+        fix = "Use one of them, a JSON file, or 'measured'; chunkflow plan --help lists all"
+        with pytest.raises(ChunkflowError, match=f"profile '{name}'; the nearest are {nearest}. {fix}"):
+            load_profile(name)
 
 
 class OwnTime(threading.local):
@@ -258,3 +259,43 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert "measured on" in profile.sources["collective_bandwidth"]
     assert main(["calibrate", "--out", "/nowhere/hw.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_largest_file_of_a_folder_is_read(tmp_path: Path) -> None:
+    small, empty = tmp_path / "small", tmp_path / "empty"
+    small.write_bytes(b"x" * 100)
+    empty.mkdir()
+    (tmp_path / "large").write_bytes(bytes(64 << 20))
+    for path in (tmp_path, tmp_path / "large"):
+        assert 1e5 < drive_rate(path) < 1e12
+    for path, said in (
+        (empty, "has no files: give the folder of a checkpoint"),
+        (small, "has 100 B, too little to measure a drive"),
+        (tmp_path / "none", "No such file or directory"),
+    ):
+        with pytest.raises(ChunkflowError, match=said):
+            drive_rate(path)
+
+
+def test_peers_send_back_what_they_receive() -> None:
+    """One process stands for four.  Parts may differ if both directions agree."""
+    join_loopback(4)
+    try:
+        check_loopback()
+    finally:
+        dist.destroy_process_group()
+
+
+def check_loopback() -> None:
+    assert dist.get_world_size() == 4 and dist.get_rank() == 0
+    sent, received = torch.randn(8, 3), torch.empty(8, 3)
+    assert torch.equal(funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, dist.group.WORLD)), sent)
+    dist.all_to_all_single(received, sent)
+    assert torch.equal(received, sent)
+    gathered = funcol.wait_tensor(funcol.all_gather_tensor(sent, 0, dist.group.WORLD))
+    assert torch.equal(gathered, sent.repeat(4, 1))
+    dist.barrier()
+    sent, parts = torch.randn(10), [1, 2, 3, 4]
+    assert torch.equal(funcol.wait_tensor(funcol.all_to_all_single(sent, parts, parts, dist.group.WORLD)), sent)
+    with pytest.raises((NotImplementedError, RuntimeError), match="splits must be equal"):
+        funcol.wait_tensor(funcol.all_to_all_single(sent, parts, parts[::-1], dist.group.WORLD))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import HERE, OPTIONS
-from helpers import Stack, twins
+from conftest import OPTIONS
+from helpers import Stack, run_python, twins
 from torch._inductor import config, cpu_vec_isa
 
 from chunkflow_compile import programs
@@ -60,7 +58,7 @@ def fresh() -> Any:
 
 def test_the_same_instructions_as_inductor_finds() -> None:
     """In a process that has searched for nothing, and in a child of it that does not warm up."""
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    done = run_python("-c", ASK)
     theirs, *ours = done.stdout.splitlines()
     assert ours == [theirs, theirs]
 
@@ -123,10 +121,9 @@ def test_the_folder_of_the_caches_disappears(
 @pytest.mark.long
 def test_a_process_was_killed_while_it_wrote(tmp_path: Path) -> None:
     """Each library in the caches is the beginning of one: those of kernels, and those of the search for instructions."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE)}
 
     def run() -> tuple[str, int]:
-        done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
+        done = run_python("-c", RUN, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         return done.stdout, done.stderr.count("were written in part")
 
     whole, said = run()

@@ -8,112 +8,28 @@ import itertools
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from adapters import ATTENTION, SIZE, Library, Pair, State
+from conftest import EAGER, OPTIONS
 from helpers import graphs
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, compile, enable_adapters, offload, programs, restore
+from chunkflow_compile import ChunkflowError, enable_adapters, offload, programs, restore
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.small import small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import leaves_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-SIZE = Size(layers=2, singles=2)
-EAGER = {**OPTIONS, "lowering": "eager"}
-ATTENTION = ("to_q", "to_k", "to_v")
-State = dict[str, torch.Tensor]
-
-
-def linear_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.endswith(tuple(targets))}
-
-
-class Library:
-    """Random adapters of a model, as their files have them."""
-
-    def __init__(self, model: nn.Module, prefix: str = "transformer") -> None:
-        layers = {f"{prefix}.{n}": m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-        self._shapes = {name: (m.in_features, m.out_features) for name, m in layers.items()}
-
-    def adapter(self, seed: int, rank: int, targets: Sequence[str] = ATTENTION, extra: int = 0) -> State:
-        """``extra``: by how much the rank of the last layer is larger."""
-        rng, state = torch.Generator().manual_seed(seed), State()
-        chosen = [name for name in self._shapes if name.endswith(tuple(targets))]
-        for name in chosen:
-            ins, outs = self._shapes[name]
-            r = rank + extra * (name == chosen[-1])
-            state[f"{name}.lora_A.weight"] = 0.2 * torch.randn(r, ins, generator=rng)
-            state[f"{name}.lora_B.weight"] = 0.2 * torch.randn(outs, r, generator=rng)
-        return state
-
-
-class Pair:
-    """A model with slots, compiled, and a twin that PEFT runs.  ``prepare``: changes both before."""
-
-    def __init__(
-        self,
-        name: str = "wan",
-        whole: bool = False,
-        options: Any = EAGER,
-        prepare: Callable[[Any], object] = lambda m: m,
-        **slots: Any,
-    ) -> None:
-        self.name = name
-        self.model, self.twin = small_model(name, SIZE), small_model(name, SIZE)
-        self.library = Library(self.twin)
-        self.both(prepare)
-        enable_adapters(self.model, **{"rank": 16, **slots})
-        if whole:
-            self.model.compile(backend="chunkflow", fullgraph=True, options=options)
-        else:
-            compile(self.model, device="cpu", **options)
-        for step in range(2):
-            self.check(step)
-        self.compiled = graphs()
-
-    def both(self, change: Callable[[Any], object]) -> None:
-        """The loaders of PEFT may exchange tensors with those that they are given, so each change makes its own."""
-        change(self.model)
-        change(self.twin)
-
-    def load(self, state: State, adapter_name: str, **given: Any) -> None:
-        self.both(
-            lambda m: m.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=adapter_name, **given)
-        )
-
-    def choose(self, names: Any, weights: Any = None) -> None:
-        self.both(lambda m: m.set_adapters(names, weights))
-
-    def swap(self, *ranks: int) -> None:
-        """Load adapters of these ranks, each in the place of the one before, and check a call with each."""
-        for number, rank in enumerate(ranks):
-            self.load(self.library.adapter(number, rank), f"a{number}")
-            self.choose(f"a{number}")
-            self.check(number)
-        self.same_programs()
-
-    def check(self, seed: int = 0, tolerance: float = 1e-5, **given: Any) -> torch.Tensor:
-        inputs = {
-            name: value.to(self.twin.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-            for name, value in {**small_inputs(self.name, SIZE, seed), **given}.items()
-        }
-        want, got = self.twin(**inputs)[0], self.model(**inputs)[0]
-        assert torch.allclose(got, want, rtol=0, atol=tolerance), float((got - want).abs().max())
-        return got
-
-    def same_programs(self) -> None:
-        assert graphs() == self.compiled, "nothing was compiled"
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +78,13 @@ def test_every_way_of_diffusers(pair: Pair) -> None:
     for number, (rank, extra) in enumerate(((4, 0), (8, 4))):  # the second has a rank pattern
         pair.load(pair.library.adapter(number, rank, extra=extra), f"a{number}")
     plain = pair.check()
+    pair.load(pair.library.adapter(2, 16, ("to_k", "ffn.net.2")), "elsewhere")
     for change in (
+        lambda m: m.set_adapters(["a0", "elsewhere"], [1.0, 0.5]),  # two at once
+        lambda m: m.set_adapters(["a0", "elsewhere"], [0.25, 1.0]),
+        lambda m: m.set_adapters(["elsewhere", "a0"], [1.0, 0.5]),
+        lambda m: m.set_adapters("elsewhere"),
+        lambda m: m.delete_adapters("elsewhere"),
         lambda m: m.set_adapters(["a0"], [0.25]),
         lambda m: m.disable_lora(),
         lambda m: m.enable_lora(),
@@ -211,44 +133,22 @@ def test_writes_to_an_adapter(pair: Pair) -> None:
     pair.check()
 
 
-def test_two_at_once(pair: Pair) -> None:
-    pair.load(pair.library.adapter(0, 4), "a")
-    pair.load(pair.library.adapter(1, 16, ("to_k", "ffn.net.2")), "b")
-    for weights in ([1.0, 0.5], [0.25, 1.0]):
-        pair.choose(["a", "b"], weights)
-        pair.check()
-    pair.choose(["b", "a"], [1.0, 0.5])
-    pair.check()
-    pair.choose("b")
-    pair.check()
-
-
 WAN_NAMES = {"attn1": "self_attn", "attn2": "cross_attn", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
 WAN_NAMES |= {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "transformer.": ""}
 
 
-def of_wan(key: str) -> str:
-    """The name of a weight of an adapter in Wan's own code."""
-    for ours, theirs in WAN_NAMES.items():
-        key = key.replace(ours, theirs)
-    return key
-
-
-def musubi(state: State) -> State:
-    """An adapter as musubi-tuner of kohya writes it."""
-    found = State()
+def of_others(state: State, kohya: bool) -> State:
+    """An adapter of Wan as musubi-tuner of kohya writes it, or as the distillation of lightx2v has it."""
+    written = State()
     for key, value in state.items():
-        layer, _, kind = of_wan(key).rpartition(".lora_")
-        flat = "lora_unet_" + layer.replace(".", "_")
-        found[f"{flat}.lora_{'down' if kind == 'A.weight' else 'up'}.weight"] = value
-        found[f"{flat}.alpha"] = torch.tensor(2.0)
-    return found
-
-
-def lightx2v(state: State) -> State:
-    """As a distillation of Wan has it."""
-    named = {f"diffusion_model.{of_wan(key)}": value for key, value in state.items()}
-    return {k.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): v for k, v in named.items()}
+        for ours, theirs in WAN_NAMES.items():
+            key = key.replace(ours, theirs)
+        layer, _, kind = key.rpartition(".lora_")
+        layer = "lora_unet_" + layer.replace(".", "_") if kohya else f"diffusion_model.{layer}"
+        written[f"{layer}.lora_{'down' if kind == 'A.weight' else 'up'}.weight"] = value
+        if kohya:
+            written[f"{layer}.alpha"] = torch.tensor(2.0)
+    return written
 
 
 def test_formats_of_others(pair: Pair) -> None:
@@ -258,10 +158,10 @@ def test_formats_of_others(pair: Pair) -> None:
     every = pair.library.adapter(0, 8, ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"))
     blocks = {k: v for k, v in every.items() if ".blocks." in k}
     found = [pair.check()]
-    for written in (musubi, lightx2v):
+    for name, kohya in (("kohya", True), ("lightx2v", False)):
         for pipe in pipes:
-            pipe.load_lora_weights(written(blocks), adapter_name=written.__name__)
-        pair.choose(written.__name__)
+            pipe.load_lora_weights(of_others(blocks, kohya), adapter_name=name)
+        pair.choose(name)
         found.append(pair.check())
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
 
@@ -290,17 +190,13 @@ def test_what_does_not_fit_is_said_and_the_model_goes_on(pair: Pair) -> None:
     pair.load(pair.library.adapter(0, 8), "a")
     pair.check()
     wrong = {k: v[..., :7] if "lora_A" in k else v for k, v in pair.library.adapter(1, 8).items()}
-    for m in (pair.model, pair.twin):
-        with pytest.raises(RuntimeError, match="size mismatch"):
-            m.load_lora_adapter(dict(wrong), adapter_name="wrong")
-        m.set_adapters("a")
-    pair.check()
     other = Library(small_model("flux", SIZE)).adapter(2, 8, ("to_add_out",))
-    for m in (pair.model, pair.twin):
-        with pytest.raises(ValueError, match="Target modules"):
-            m.load_lora_adapter(dict(other), adapter_name="other")
-        m.set_adapters("a")
-    pair.check()
+    for name, state, said in (("wrong", wrong, "size mismatch"), ("other", other, "Target modules")):
+        for m in (pair.model, pair.twin):
+            with pytest.raises((RuntimeError, ValueError), match=said):
+                m.load_lora_adapter(dict(state), adapter_name=name)
+            m.set_adapters("a")
+        pair.check()
     layer = pair.model.blocks[0].attn1.to_q
     layer.lora_A["a"].weight, kept = nn.Parameter(layer.lora_A["a"].weight.to("meta")), layer.lora_A["a"].weight
     with pytest.raises(ChunkflowError, match="'a' has no values: it is loaded in part"):
@@ -317,26 +213,22 @@ def test_adapters_change_while_another_thread_calls(pair: Pair) -> None:
     """Layers may be on the way from one to the other; no call fails."""
     for number in range(3):
         pair.load(pair.library.adapter(number, 8), f"a{number}")
-    stop, failed = threading.Event(), list[BaseException]()
+    stop = threading.Event()
 
     def serve() -> None:
-        try:
-            with torch.no_grad():
-                while not stop.is_set():
-                    assert pair.model(**small_inputs("wan", SIZE, 0))[0].isfinite().all()
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
+        with torch.no_grad():
+            while not stop.is_set():
+                assert pair.model(**small_inputs("wan", SIZE, 0))[0].isfinite().all()
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    for step in range(20):
-        pair.choose(f"a{step % 3}")
-        if step == 10:
-            pair.both(lambda m: m.delete_adapters("a1"))
-            pair.load(pair.library.adapter(9, 4), "a1")
-    stop.set()
-    thread.join()
-    assert not failed
+    with ThreadPoolExecutor() as pool:
+        serving = pool.submit(serve)
+        for step in range(20):
+            pair.choose(f"a{step % 3}")
+            if step == 10:
+                pair.both(lambda m: m.delete_adapters("a1"))
+                pair.load(pair.library.adapter(9, 4), "a1")
+        stop.set()
+    serving.result()
     pair.check()
 
 
@@ -390,9 +282,7 @@ def test_slots_are_within_the_budget() -> None:
     pair.check(2)
     assert [t.buffer.version for t in slots] == before, "another scale writes no slot"
     kept = [t for t in leaves_of(pair.model) if buffer_of(t) is None]
-    assert not any(t.dim() == 2 and t.shape[0] == 2 for t in kept), (
-        "the adapters themselves are no weights of the model"
-    )
+    assert not any(t.dim() == 2 and t.shape[0] == 2 for t in kept), "adapters themselves are no weights of the model"
     pair.same_programs()
 
 

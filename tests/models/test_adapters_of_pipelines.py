@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from threading import Thread
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from adapters import Library, State
 from helpers import graphs
-from pipelines import EAGER, FLUX, held, is_plain, same_weights
+from pipelines import EAGER, FLUX, MIN_BYTES, Applied, held, is_plain, plain, same_weights
 from small_pipelines import small_pipeline
-from test_adapters import Library, State
 
 from chunkflow_compile import ChunkflowError, apply, enable_adapters, programs, remove, use_adapters
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.pipeline.budget import budget_of
+from chunkflow_compile.weights.host_weight import HostWeight
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_grad", "quiet")
 OF_IMAGE_ADAPTERS = ("image_encoder", "feature_extractor")
 STEPS = {"num_inference_steps": 2}
+
+
+CHANGES = (
+    lambda p: p.set_adapters("a0", 0.5),
+    lambda p: p.set_adapters(["a1", "a0"], [0.5, 0.25]),
+    lambda p: p.fuse_lora(),
+    lambda p: p.unfuse_lora(),
+    lambda p: p.disable_lora(),
+    lambda p: p.enable_lora(),
+)
 
 
 def generate(pipe: Any, seed: int, **given: Any) -> torch.Tensor:
@@ -45,14 +57,7 @@ def test_an_applied_pipeline() -> None:
     for number, rank in enumerate((4, 16)):
         for p in both:
             load(p, library.adapter(number, rank), f"a{number}")
-    for change in (
-        lambda p: p.set_adapters("a0", 0.5),
-        lambda p: p.set_adapters(["a1", "a0"], [0.5, 0.25]),
-        lambda p: p.fuse_lora(),
-        lambda p: p.unfuse_lora(),
-        lambda p: p.disable_lora(),
-        lambda p: p.enable_lora(),
-    ):
+    for change in CHANGES:
         for p in both:
             change(p)
         check(pipe, twin, 1)
@@ -73,6 +78,29 @@ def test_an_applied_pipeline() -> None:
     assert torch.equal(generate(pipe, 2), generate(twin, 2))
     pipe.unload_lora_weights()
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
+
+
+@pytest.mark.long
+def test_adapters_without_slots(applied: Applied) -> None:
+    """Loaded after the first call, two at once, fused, and gone again."""
+    (pipe, _), twin = applied("flux", "2MiB"), small_pipeline("flux")
+    library, seen = Library(twin.transformer), [generate(pipe, 0)]
+    for p in (pipe, twin):
+        for number, rank in enumerate((4, 64)):
+            load(p, library.adapter(number, rank), f"a{number}")
+    for change in (*CHANGES, lambda p: p.fuse_lora(safe_fusing=True), lambda p: p.unfuse_lora()):
+        for p in (pipe, twin):
+            change(p)
+        seen.append(generate(twin, 0))
+        assert torch.equal(generate(pipe, 0), seen[-1]), len(seen)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen[:3], 2))
+    late = [p for n, p in pipe.transformer.named_parameters() if ".a1." in n and p.nbytes >= MIN_BYTES]
+    assert late and all(isinstance(p, HostWeight) for p in late), "it streams without a second apply"
+    for p in (pipe, twin):
+        p.unload_lora_weights()
+    assert torch.equal(generate(pipe, 0), generate(twin, 0))
+    for p in (pipe, twin):  # fusing and undoing it rounds
+        p.transformer.load_state_dict(plain("flux").transformer.state_dict())
 
 
 @pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -99,12 +127,8 @@ def test_a_control_lora(named: bool) -> None:
             load(p, state, "control")
             if number == 1:
                 p.set_adapters(["style", "control"], [0.5, 1.0])
-        assert torch.allclose(
-            generate(control, number, control_image=image),
-            generate(other, number, control_image=image),
-            atol=1e-5,
-            rtol=0,
-        )
+        got, want = (generate(p, number, control_image=image) for p in (control, other))
+        assert torch.allclose(got, want, rtol=0, atol=1e-5)
         for p in (control, other):
             p.unload_lora_weights(reset_to_overwritten_params=reset)
         if reset:
@@ -123,17 +147,13 @@ def check_threads(pipe: Any, twin: Any) -> None:
         p.set_adapters("a1", 0.25)
     expected = generate(twin, 3)
     wanted: list[tuple[Any, Any]] = [("a0", None), ("a1", 0.5), (["a0", "a1"], [0.5, 2.0]), (None, None), ([], None)]
-    found: dict[int, torch.Tensor] = {}
 
-    def request(number: int) -> None:
+    def request(number: int) -> torch.Tensor:
         with torch.no_grad(), use_adapters(pipe, *wanted[number]):
-            found[number] = generate(pipe, number)
+            return generate(pipe, number)
 
-    threads = [Thread(target=request, args=(number,)) for number in range(len(wanted))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        answers = [*pool.map(request, range(len(wanted)))]
     with pytest.raises(ValueError, match="nobody"), use_adapters(pipe, ["a0", "nobody"]):
         pass
     with pytest.raises(ChunkflowError, match="a pipeline that loads adapters"), use_adapters(pipe.transformer, "a0"):
@@ -145,7 +165,7 @@ def check_threads(pipe: Any, twin: Any) -> None:
             twin.set_adapters(names, weights)
         else:
             twin.disable_lora()
-        assert torch.allclose(found[number], generate(twin, number), rtol=0, atol=1e-5)
+        assert torch.allclose(answers[number], generate(twin, number), rtol=0, atol=1e-5)
     twin.enable_lora()
 
 
@@ -162,16 +182,6 @@ def test_what_apply_refuses_leaves_the_pipeline_as_it_was() -> None:
     with pytest.raises(ChunkflowError, match="is too little for"):
         apply(pipe, memory=1024, adapters=16, **EAGER)
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
-
-
-@pytest.mark.long
-def test_slots_that_were_there_before_stay_after_remove() -> None:
-    pipe = small_pipeline("flux")
-    enable_adapters(pipe, rank=8)
-    apply(pipe, memory="2MiB", **EAGER)
-    generate(pipe, 0)
-    remove(pipe)
-    assert any(isinstance(m, Slotted) for m in pipe.transformer.modules())
 
 
 @pytest.mark.long
@@ -196,3 +206,5 @@ def test_a_text_encoder() -> None:
         load(p, library.adapter(2, 8, ("q_proj", "v_proj")), "again")
     check(pipe, twin, 1)
     assert graphs() == compiled
+    remove(pipe)
+    assert any(isinstance(m, Slotted) for m in pipe.text_encoder.modules()), "slots of before apply stay"

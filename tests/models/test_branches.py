@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS
-from helpers import Block
+from helpers import Block, InTurn
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs
@@ -62,13 +62,12 @@ def test_a_plan_has_the_exchange_after_the_collectives_of_ulysses() -> None:
             assert copy.end + turn <= shown.start + 1e-9 or copy.start + turn >= shown.end - 1e-9, copy
 
 
-class Split(nn.Module):
+class Split(InTurn):
     """Blocks whose results are summed over a group of ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
+        super().__init__(Block(32) for _ in range(3))
         self.group = group
-        self.blocks = nn.ModuleList([Block(32) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

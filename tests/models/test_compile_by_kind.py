@@ -7,12 +7,13 @@ import logging
 import sys
 from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from clocks import OwnClock
-from conftest import OPTIONS
-from helpers import Stack, Terminal, check_steps, graphs, twins
+from conftest import EAGER, OPTIONS
+from helpers import InTurn, Stack, Terminal, check_small, check_steps, graphs, small_twins, twins
 from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._inductor.compile_fx import compile_fx
@@ -23,17 +24,13 @@ from chunkflow_compile.frontend.block_kinds import kinds_of, layers_of, parts_of
 from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import inductor
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
+from chunkflow_compile.models.small import SMALL_MODELS, Size
 from chunkflow_compile.weights.leaves import leaves_of
 
 SIZE = Size(layers=4, singles=4)
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 MIN_BYTES = OPTIONS["min_bytes"]
 
-
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
 LONG = ("flux", "hunyuanvideo", "qwen-image")
 
 
@@ -41,16 +38,14 @@ LONG = ("flux", "hunyuanvideo", "qwen-image")
     "family", [pytest.param(f, marks=pytest.mark.long if f in LONG else ()) for f in sorted(SMALL_MODELS)]
 )
 def test_a_kind_is_compiled_once(family: str) -> None:
-    model, twin = small_model(family, SIZE), small_model(family, SIZE)
+    model, twin = small_twins(family, SIZE)
     chunkflow_compile.compile(model, **EAGER)
     blocks = repeated_blocks(twin)
     parts = parts_of(twin, blocks.values(), MIN_BYTES)
     covered = [m for part in (*blocks.values(), *parts.values()) for m in part.modules()]
     assert {type(b).__name__ for b in blocks.values()} <= set(twin._repeated_blocks)  # type: ignore[arg-type]
     assert set(twin._repeated_blocks) <= {type(m).__name__ for m in covered}  # type: ignore[arg-type]
-    for step in range(6):
-        inputs = small_inputs(family, SIZE, step)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+    check_small(model, twin, family, SIZE, range(6))
     of_parts = [layers_of(part, MIN_BYTES, name) for name, part in parts.items()]
     layers = {name: layer for inside in of_parts for name, layer in (inside or {}).items()}
     once = len(kinds_of(blocks)) + of_parts.count(None)
@@ -74,20 +69,9 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x))) * self.layer_idx
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(i) for i in range(10)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_a_counter_in_each_block_is_found(caplog: pytest.LogCaptureFixture) -> None:
     """More blocks than Dynamo's default limit of 8 compilations: each still streams."""
-    model, twin = twins(Counts)
+    model, twin = twins(lambda: InTurn(Block(i) for i in range(10)))
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         chunkflow_compile.compile(model, **EAGER)
     assert "The 10 blocks of Block differ in layer_idx, which their code reads" in caplog.text
@@ -109,18 +93,14 @@ def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCap
 
 
 def test_a_mode_and_options_go_to_inductor_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    patches = list[dict[str, Any]]()
-
-    def noted(*arguments: Any, config_patches: dict[str, Any]) -> Any:
-        patches.append(config_patches)
-        return compile_fx(*arguments, config_patches=config_patches)
-
-    monkeypatch.setattr(inductor, "compile_fx", noted)
+    lower = Mock(wraps=compile_fx)
+    monkeypatch.setattr(inductor, "compile_fx", lower)
     model, twin = twins(lambda: Stack(2))
     given = {**OPTIONS, "min_bytes": 64, "inductor": {"max_fusion_size": 8}}
     chunkflow_compile.compile(model, mode="max-autotune-no-cudagraphs", **given)
     x = torch.randn(4, 8)
     torch.testing.assert_close(model(x), twin(x))
+    patches = [call.kwargs["config_patches"] for call in lower.call_args_list]
     assert patches and all(p["max_autotune"] and p["max_fusion_size"] == 8 for p in patches)
     assert programs(model)[0].plan.moved_bytes > 0
     lowered = [p for p in programs(model) if not any(inspect.ismethod(r) for r in p.code.regions.values())]

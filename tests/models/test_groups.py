@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from conftest import OPTIONS as SLOW
+from conftest import EAGER
+from helpers import check_small, small_twins
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -116,19 +117,16 @@ def apart(rank: int) -> None:
     """The groups run other models and skip other blocks."""
     second = rank > 1
     size = Size(layers=3, head_dim=8) if second else Size(layers=3)
-    model, twin = small_model("wan", size), small_model("wan", size)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    model, twin = small_twins("wan", size, 2)
     if not second:
         enable_ulysses(small_model("wan", size), 2)  # the other group has no third model
     offload(model, min_bytes=LEAST)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(backend="chunkflow", fullgraph=True, options={**SLOW, "lowering": "eager"})
+        block.compile(backend="chunkflow", fullgraph=True, options=EAGER)
     for seed, kept in enumerate(((0, 1, 2), (0, 1) if second else (0, 2))):
         for m in (model, twin):
             m.blocks = nn.ModuleList(m.blocks[i] for i in kept)  # type: ignore[index]
-        inputs = small_inputs("wan", size, 10 * seed + rank // 2)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        check_small(model, twin, "wan", size, [10 * seed + rank // 2])
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
     dist.barrier()
 
@@ -185,7 +183,7 @@ def ring(rank: int) -> None:
 def with_tensor_parallelism(rank: int) -> None:
     """Ulysses groups of ranks with the same shards, which they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
-    model, twin = small_model("wan", WAN), small_model("wan", WAN)
+    model, twin = small_twins("wan", WAN)
     plan = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     for m in (model, twin):
         for block in m.blocks:  # type: ignore[union-attr]
@@ -211,20 +209,16 @@ def uneven_on_a_rank(rank: int) -> None:
     whole, in_parts = (True, Unsupported, "Assertion failed"), (False, AssertionError, "must be divisible by mesh size")
     for fullgraph, error, says in (whole, in_parts):
         torch._dynamo.reset()
-        model, twin = small_model("wan", size), small_model("wan", size)
-        for m in (model, twin):
-            enable_ulysses(m, 2)
-        run = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options={**SLOW, "lowering": "eager"})
+        model, twin = small_twins("wan", size, 2)
+        run = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options=EAGER)
         with torch.no_grad():
             for step in range(3):
-                inputs = small_inputs("wan", even, step)
-                assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+                check_small(run, twin, "wan", even, [step])
                 with pytest.raises(error, match=says):
                     run(**small_inputs("wan", size, 0))
         assert programs(model)[0].measurements[-1].moved_bytes > 0
-    with pytest.raises(
-        ChunkflowError, match=r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
-    ):
+    said = r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
+    with pytest.raises(ChunkflowError, match=said):
         enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
-from helpers import Block, Stack, check_steps, graphs, twins
+from conftest import EAGER
+from helpers import Block, InTurn, check_steps, graphs, twins
 from torch import nn
 
 import chunkflow_compile
@@ -21,7 +21,6 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 
 SIZE = Size(layers=3)
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -178,26 +177,21 @@ class Hosted(Block):
 
 
 def test_an_attribute_of_a_module_that_is_called_host_is_guarded() -> None:
-    def made() -> Stack:
-        stack = Stack()
-        stack.blocks = nn.ModuleList([Hosted(), Hosted()])
-        return stack
-
-    model, twin = twins(made)
+    model, twin = twins(lambda: InTurn([Hosted(), Hosted()]))
     chunkflow_compile.compile(model, **EAGER)
     for host in ("here", "there"):
         model.blocks[1].host = twin.blocks[1].host = host  # type: ignore[union-attr]
-        check_steps(model, twin, 2)
-
-
-def either(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-    scaled = tuple((2 if kwargs is None else 3) * a for a in args)
-    return scaled if kwargs is None else (scaled, kwargs)
+        check_steps(model, twin, 2, (4, 32))
 
 
 def test_a_hook_that_takes_keyword_arguments_later_is_told_apart(pair: Pair) -> None:
     """It is the same function, in the same place: that it takes them is all that differs."""
     given = []
+
+    def either(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        scaled = tuple((2 if kwargs is None else 3) * a for a in args)
+        return scaled if kwargs is None else (scaled, kwargs)
+
     for with_kwargs in (False, True):
         parts = [m.blocks[1].attn1.to_q for m in pair.both]
         handles = [part.register_forward_pre_hook(either, with_kwargs=with_kwargs) for part in parts]
@@ -237,25 +231,12 @@ class Breaking(nn.Module):
         return torch.neg(self.last(x))
 
 
-class Uneven(nn.Module):
-    """Its second block has more than half of the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Breaking(width) for width in (64, 512, 64)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.parametrize("hooked", ["blocks.1", "blocks.1.up", "blocks.0.last"])
 def test_a_hook_is_noticed_whatever_the_frame_reads(hooked: str) -> None:
     """All or more than half of the large weights, or none; whether it is there before the first call or comes later."""
     for when in (0, 2):
         torch._dynamo.reset()
-        model, twin = twins(Uneven)
+        model, twin = twins(lambda: InTurn(Breaking(width) for width in (64, 512, 64)))  # the second has most weights
         chunkflow_compile.compile(model, **EAGER)
         for step in range(4):
             if step == when:

@@ -106,7 +106,6 @@ def test_streams_bitwise_equal_to_resident(
 
 
 def test_ulysses_without_a_process_group_is_refused() -> None:
-    with pytest.raises(
-        chunkflow_compile.ChunkflowError, match=r"there is none: call torch\.distributed\.init_process_group"
-    ):
+    said = r"there is none: call torch\.distributed\.init_process_group"
+    with pytest.raises(chunkflow_compile.ChunkflowError, match=said):
         enable_ulysses(small_model("wan", Size(layers=1)), 2)

@@ -8,8 +8,8 @@ import logging
 import diffusers
 import pytest
 import torch
-from conftest import OPTIONS
-from helpers import Stack, check_steps, graphs, twins
+from conftest import EAGER, OPTIONS
+from helpers import Broken, check_steps, graphs, small_twins, twins
 from step_caches import STEP_CACHES, step_cache
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,44 +17,31 @@ from torch.utils.flop_counter import FlopCounterMode
 import chunkflow_compile
 from chunkflow_compile import cycles, offload, programs
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.small import Size, small_inputs
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-EAGER = {**OPTIONS, "lowering": "eager"}
-
-
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def pair(family: str) -> tuple[nn.Module, nn.Module]:
-    return small_model(family, SIZE), small_model(family, SIZE)
 
 
 def large_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters() if p.nbytes >= MIN_BYTES)
 
 
-class Breaks(Stack):
-    """Breaks the graph after each block."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](self.embed(x))
-        torch._dynamo.graph_break()
-        x = self.blocks[1](x)
-        torch._dynamo.graph_break()
-        return self.head(self.blocks[2](x))
-
-
 def test_a_model_with_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
-    model, twin = twins(lambda: Breaks(layers=3))
+    """One of its parts streams nothing, and leaves the arena to the cycle of all of them."""
+    model, twin = twins(Broken)
     run = torch.compile(model, backend="chunkflow", options=EAGER)
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         check_steps(run, twin, 3)
-    assert any(f"{__file__.rsplit('/', 1)[-1]}:" in r.message and "runs in parts" in r.message for r in caplog.records)
+    assert any("helpers.py:" in r.message and "runs in parts" in r.message for r in caplog.records)
     found = programs(model)
     assert len({p.arena for p in found}) == 1 and len(found) == 3
     assert sum(p.plan.moved_bytes for p in found) == large_bytes(twin)
+    check_steps(run, twin, 2)
+    (route,) = cycles(model)
+    last = route.measurements[-1]
+    assert (last.moved_bytes, last.primed_bytes, route.jumps) == (route.cycle.plan.moved_bytes, 0, 0)
     x = torch.randn(6, 8)
     for m in (model, twin):
         m.blocks[1].up.weight.mul_(2)
@@ -67,7 +54,7 @@ def test_a_model_with_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("family", ["wan", "flux"])
 def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot.  By kind, no block runs eagerly."""
-    model, twin = pair(family)
+    model, twin = small_twins(family, SIZE)
     timestep, steps = 1000, 20
     for m in (model, twin):
         m.enable_cache(step_cache(cache, lambda: timestep, steps))  # type: ignore[operator]
@@ -111,7 +98,7 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
 @pytest.mark.long
 def test_faster_cache_with_guidance(caplog: pytest.LogCaptureFixture) -> None:
     """Half of the batch is skipped in turns: two graphs of the same weights, which run in one cycle."""
-    model, twin = pair("wan")
+    model, twin = small_twins("wan", SIZE)
     for m in (model, twin):
         m.enable_cache(  # type: ignore[operator]
             diffusers.FasterCacheConfig(

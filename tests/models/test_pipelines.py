@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -234,27 +235,24 @@ def test_pipelines_that_share_components(applied: Applied) -> None:
 def check_calls_that_wait(pipe: Any, budget: Budget) -> None:
     """Calls of a shallow copy, while the pipeline is removed, run one at a time: the scheduler counts the steps of one
     generation."""
-    other, got = copy.copy(pipe), dict[int, torch.Tensor]()
+    other = copy.copy(pipe)
 
     def tell(*_: Any) -> dict[str, Any]:
         time.sleep(0.02)  # another thread runs
         return {}
 
-    def serve(seed: int) -> None:
-        got[seed] = WAN.generate((pipe, other)[seed % 2], seed, callback_on_step_end=tell)
+    def serve(seed: int) -> torch.Tensor:
+        return WAN.generate((pipe, other)[seed % 2], seed, callback_on_step_end=tell)
 
     assert torch.equal(WAN.generate(other), expected("wan"))
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
     turn, waiting = budget.turn, threading.Semaphore(0)
-    with turn():
-        budget.turn = lambda: (waiting.release(), turn())[1]  # type: ignore[assignment]
-        for thread in threads:
-            thread.start()
-        assert all(waiting.acquire(timeout=WITHIN) for _ in threads)
-        remove(pipe)
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(got[seed], expected("wan", seed)) for seed in range(4))
+    with ThreadPoolExecutor() as pool:
+        with turn():
+            budget.turn = lambda: (waiting.release(), turn())[1]  # type: ignore[assignment]
+            served = pool.map(serve, range(4))
+            assert all(waiting.acquire(timeout=WITHIN) for _ in range(4))
+            remove(pipe)
+        assert all(torch.equal(got, expected("wan", seed)) for seed, got in enumerate(served))
     assert is_plain(remove(other)) and same_weights(other, plain("wan"))
 
 

@@ -1,23 +1,20 @@
-"""A FLUX pipeline with an image adapter, a LoRA through the pipeline's own calls, and a ControlNet that takes turns with
-the transformer in every step: their weights share an arena."""
+"""A FLUX pipeline with an image adapter, and one with a ControlNet that takes turns with the transformer in every step: their
+weights share an arena."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pipelines import EAGER, FLUX, MIN_BYTES, Applied, bytes_moved, expected, flux_with_controlnet, held, plain
+from pipelines import EAGER, FLUX, Applied, bytes_moved, expected, flux_with_controlnet, held
 from small_pipelines import small_pipeline
-from test_adapters import Library
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
 from chunkflow_compile.models.sizes import build_model
 from chunkflow_compile.pipeline.budget import Budget, budget_of
-from chunkflow_compile.weights.host_weight import HostWeight
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -70,42 +67,6 @@ def test_an_image_adapter(applied: Applied) -> None:
     for p in both:
         p.unload_ip_adapter()
     assert torch.equal(FLUX.generate(pipe), expected("flux"))
-
-
-@pytest.mark.long
-def test_a_lora_of_the_pipeline(applied: Applied) -> None:
-    """Adapters that no slots are for: loaded after the first call, two at once, fused, and gone again."""
-    pytest.importorskip("peft")
-    (pipe, _), twin = applied("flux", "2MiB"), small_pipeline("flux")
-    library = Library(twin.transformer)
-
-    def load(p: Any) -> None:
-        for number, rank in enumerate((4, 64)):
-            p.load_lora_weights(library.adapter(number, rank), adapter_name=f"a{number}")
-        p.set_adapters(["a0", "a1"], [0.5, 0.25])
-
-    seen = [FLUX.generate(pipe)]
-    for change in (
-        load,
-        lambda p: p.set_adapters("a0"),
-        lambda p: p.fuse_lora(),
-        lambda p: p.unfuse_lora(),
-        lambda p: p.fuse_lora(safe_fusing=True),
-        lambda p: p.unfuse_lora(),
-        lambda p: p.disable_lora(),
-        lambda p: p.enable_lora(),
-        lambda p: p.unload_lora_weights(),
-    ):
-        change(twin)
-        change(pipe)
-        seen.append(FLUX.generate(twin))
-        assert torch.equal(FLUX.generate(pipe), seen[-1]), len(seen)
-        if change is load:
-            late = [p for n, p in pipe.transformer.named_parameters() if ".a1." in n and p.nbytes >= MIN_BYTES]
-            assert late and all(isinstance(p, HostWeight) for p in late), "it streams without a second apply"
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen[:3], 2))
-    for p in (pipe, twin):  # fusing and undoing it rounds
-        p.transformer.load_state_dict(plain("flux").transformer.state_dict())
 
 
 CALL = {"control_image": torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1)), "num_inference_steps": 5}

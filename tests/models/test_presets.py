@@ -8,10 +8,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from paper_formulas import dit_block_flops, double_block_flops, single_block_flops
+from torch import nn
 
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS, OutputSizes, Preset, preset
+from chunkflow_compile.models.presets import PRESETS, Preset
+from chunkflow_compile.models.quantised import quantised
+from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
@@ -91,22 +97,38 @@ def test_a_preset_is_planned_and_verified_without_weights() -> None:
     assert {w.name for w in plan.streamed} >= {"blocks.0.ffn.net.2.weight", "blocks.1.attn2.to_out.0.weight"}
 
 
-@pytest.mark.parametrize(
-    ("attempt", "sentence"),
-    [
-        (lambda: preset("wan3"), r"no preset 'wan3': use one of wan2.2-ti2v-5b, "),
-        (lambda: PRESETS["flux.1-dev"].trace(5), r"24 attention heads: the Ulysses degree 5 must divide"),
-        (lambda: PRESETS["flux.1-dev"].shape(OutputSizes(height=100, width=64)), r"height 100 is not a multiple of 16"),
-        (
-            lambda: PRESETS["flux.1-dev"].shape(OutputSizes(height=64, width=64, frames=5)),
-            r"generates images: leave out frames",
-        ),
-        (
-            lambda: PRESETS["hunyuanvideo"].shape(OutputSizes(height=720, width=1280, frames=32)),
-            r"frames 32 is not 4 k \+ 1",
-        ),
-    ],
-)
-def test_bad_sizes_are_named(attempt: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(ChunkflowError, match=sentence):
-        attempt()
+# --quantize: quantised bytes cross the link, and the FLOPs of the plain model run.
+SIZE = Size(layers=1)
+# Bytes of an element, scales of 128 or 64 elements included.
+BYTES = {"int8": 1 + 4 / 128, "fp8": 1 + 4 / 128, "nf4": 0.5 + 4 / 64}
+
+
+@cache
+def quantised_problem(kind: str | None) -> Problem:
+    torch._dynamo.reset()
+    model = small_model("wan", SIZE)
+    if kind is not None:
+        quantised(model, kind)  # type: ignore[arg-type]
+    return make_cut(trace(model, small_inputs("wan", SIZE, 0), min_bytes=0), 0, frozenset()).problem
+
+
+def linear_bytes(problem: Problem) -> int:
+    names = (".weight", ".scale", ".absmax")
+    parts = ("to_q", "to_k", "to_v", "to_out", "ffn")
+    return sum(w.nbytes for w in problem.weights if any(p in w.name for p in parts) and w.name.endswith(names))
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.long)])
+def test_quantised_bytes_and_plain_flops(kind: str) -> None:
+    plain, narrow = quantised_problem(None), quantised_problem(kind)
+    assert sum(r.cost.flops for r in narrow.regions) == sum(r.cost.flops for r in plain.regions)
+    assert linear_bytes(narrow) == pytest.approx(linear_bytes(plain) / 4 * BYTES[kind], rel=0.1)
+
+
+def test_bad_quantisations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ChunkflowError, match="use one of int8, fp8, nf4"):
+        quantised(nn.Module(), "int3")  # type: ignore[arg-type]
+    with pytest.raises(ChunkflowError, match="0: 9 elements are no multiple of 64"):
+        quantised(nn.Sequential(nn.ModuleList([nn.Linear(3, 3)])), "nf4")
+    assert main(["plan", "model.py:build", "--quantize", "int8"]) != 0
+    assert "--quantize is for presets" in capsys.readouterr().err

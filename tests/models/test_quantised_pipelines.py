@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import EAGER, WAN, bytes_moved, bytes_read, check_transfers, expected, is_plain, same_weights
-from quantisers import quanto, torchao
+from quantisers import GGUFParameter, Int8Params, layerwise_casting, nf4, quanto, replace_linear, torchao
 from small_pipelines import small_pipeline
 from torch import nn
 
@@ -22,27 +22,8 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("quiet")
 MIN_BYTES = 1024
 OPTIONS = {**EAGER, "min_bytes": MIN_BYTES, "memory": "512KiB"}  # less than the quantised transformer and the encoder
+NF4 = nf4(True)
 NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn)
-
-
-def replace_linear(blocks: nn.ModuleList, make: Callable[[nn.Linear], nn.Module]) -> None:
-    for name, linear in [*blocks.named_modules()]:
-        if type(linear) is nn.Linear:
-            parent, _, leaf = name.rpartition(".")
-            made = make(linear)
-            made.bias = linear.bias
-            setattr(blocks.get_submodule(parent), leaf, made)
-
-
-def nf4(blocks: nn.ModuleList) -> None:
-    library = pytest.importorskip("bitsandbytes").nn
-
-    def make(linear: nn.Linear) -> nn.Module:
-        made = library.Linear4bit(linear.in_features, linear.out_features, compute_dtype=torch.float32)
-        made.weight = library.Params4bit(linear.weight.data, quant_type="nf4", requires_grad=False, module=made)
-        return made.to("cpu")
-
-    replace_linear(blocks, make)
 
 
 def gguf(blocks: nn.ModuleList) -> None:
@@ -70,15 +51,7 @@ def by_name(kind: type[nn.Parameter]) -> Callable[[nn.Module], None]:
     return quantise
 
 
-def casting(blocks: nn.Module) -> None:
-    """Float8 in host memory and across the link; each layer casts to float32 for its call."""
-    from diffusers.hooks import apply_layerwise_casting
-
-    apply_layerwise_casting(blocks, NARROW[-1], torch.float32, skip_modules_pattern=())
-
-
 def quantised_pair(quantise: Callable[[nn.Module], None]) -> tuple[Any, Any]:
-    """The same pipeline twice."""
     pair = small_pipeline("wan"), small_pipeline("wan")
     for pipe in pair:
         quantise(pipe.transformer.blocks)
@@ -98,11 +71,14 @@ def assert_removed(pipe: Any, twin: Any) -> None:
 
 @pytest.mark.parametrize(
     "quantise",
-    [torchao("Int8WeightOnlyConfig"), *(pytest.param(kind, marks=pytest.mark.long) for kind in (quanto, nf4, casting))],
+    [
+        torchao("Int8WeightOnlyConfig"),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (quanto, NF4, layerwise_casting)),
+    ],
 )
 def test_a_quantised_transformer(quantise: Callable[[nn.Module], None]) -> None:
     """Its quantised bytes stream, and the image is that of the plain quantised pipeline, bit for bit."""
-    if quantise not in (nf4, casting) and not stream_inside():
+    if quantise not in (NF4, layerwise_casting) and not stream_inside():
         pytest.skip("needs torch 2.13")
     pipe, twin = quantised_pair(quantise)
     small = {t.nbytes for t in leaves_of(twin.transformer.blocks) if t.dtype in NARROW}
@@ -117,13 +93,6 @@ def test_a_quantised_transformer(quantise: Callable[[nn.Module], None]) -> None:
         check_transfers(phase, generations=3)
         assert phase.name != "transformer" or bytes_read(phase) == phase.streamed
     assert_removed(pipe, twin)
-
-
-class GGUFParameter(nn.Parameter):
-    """Stands for a GGUF weight: it counts as one by its name, and its values are not quantised."""
-
-
-GGUFParameter.__module__ = "diffusers.quantizers.gguf.utils"
 
 
 @pytest.mark.parametrize("quantise", [by_name(GGUFParameter), pytest.param(gguf, marks=pytest.mark.long)])
@@ -145,28 +114,19 @@ def test_a_transformer_that_runs_eagerly(
     assert_removed(pipe, twin)
 
 
-class Int8Params(nn.Parameter):
-    """Stands for an int8 weight of bitsandbytes, by its name."""
-
-
-Int8Params.__module__ = "bitsandbytes.nn.modules"
-
-
 def test_what_is_refused_beside_quantised_weights() -> None:
     """Another device, because nothing here moves their scales, which are no parameters; and a cast that would change
     what is beside them.  Other components are cast."""
     pipe, _ = quantised_pair(by_name(Int8Params))
     check_component("transformer", pipe.transformer, torch.device("cpu"))
-    with pytest.raises(
-        ChunkflowError,
-        match=r"pipe\.transformer .* has int8 weights of bitsandbytes on cpu, .*: load it on cuda:0, .* torchao or quanto",
-    ):
+    said = r"pipe\.transformer .* has int8 weights of bitsandbytes on cpu, .*: load it on cuda:0, .* torchao or quanto"
+    with pytest.raises(ChunkflowError, match=said):
         check_component("transformer", pipe.transformer, torch.device("cuda:0"))
-    with pytest.raises(
-        ChunkflowError,
-        match=r"pipe\.transformer .* has weights of bitsandbytes\.nn\.modules\.Int8Params, .* so patch_embedding\.weight is "
-        r"not cast to torch\.bfloat16: load the component with torch_dtype=torch\.bfloat16, or leave it out, dtype=\{",
-    ):
+    said = (
+        r"pipe\.transformer .* has weights of bitsandbytes\.nn\.modules\.Int8Params, .* so patch_embedding\.weight is "
+        r"not cast to torch\.bfloat16: load the component with torch_dtype=torch\.bfloat16, or leave it out, dtype=\{"
+    )
+    with pytest.raises(ChunkflowError, match=said):
         apply(pipe, dtype=torch.bfloat16, **OPTIONS)
     assert is_plain(pipe)
     apply(pipe, dtype={"default": torch.bfloat16, "transformer": None}, **{**OPTIONS, "memory": "2MiB"})

@@ -10,8 +10,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from conftest import FAST, OPTIONS
-from helpers import Scaled, Stack, graphs, twins
+from conftest import EAGER, FAST, OPTIONS
+from helpers import InTurn, Scaled, Stack, check_steps, graphs, small_twins, twins
 from torch import nn
 from torch._inductor.exc import InductorError
 
@@ -20,14 +20,12 @@ from chunkflow_compile import explain, offload, programs
 from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import lower
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.models.small import Size, small_inputs
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.runtime.codes import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
 
 SIZE = Size(layers=2)
-EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 # Height and width change at the second call: torch then makes both symbolic.
 RESOLUTIONS = [(8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8)]
 
@@ -78,7 +76,7 @@ LONG = [
 )
 def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
     """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
-    model, twin = (small_model("wan", Size(layers=2 if by_kind else 1)) for _ in range(2))
+    model, twin = small_twins("wan", Size(layers=2 if by_kind else 1))
     run = compiled(model, by_kind, **{**EAGER, "lowering": lowering})
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         counts = turns(run, twin, sizes, 0.0 if lowering == "eager" else 1e-4)
@@ -99,21 +97,11 @@ def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: 
     assert len(found) == min(len(costs), KEPT_SIZES) + 1, "the first size has one in each of the two graphs"
 
 
-@pytest.mark.long
-def test_dynamic_is_one_compilation() -> None:
-    model = small_model("wan", SIZE)
-    whole = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=EAGER)
-    # all sizes of the first call differ: torch would take equal ones for the same
-    sizes = [replace(SIZE, frames=f, height=h, width=w, text=t) for f, h, w, t in ((3, 12, 20, 7), (2, 8, 8, 9))]
-    assert set(turns(whole, small_model("wan", SIZE), sizes)) == {1}
-
-
 def test_sizes_of_equal_cost_share_a_program() -> None:
     model, twin = twins(Stack)
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
     for rows, columns in [(2, 3), (4, 6), (6, 4), (4, 6), (6, 4), (5, 5)]:
-        x = torch.randn(rows, columns, 8)
-        assert torch.equal(whole(x), twin(x))
+        check_steps(whole, twin, 1, (rows, columns, 8))
     found = programs(model)
     assert [len(p.measurements) for p in found] == [1, 4, 1]
     assert graphs() == 2 and len({id(p.code.regions) for p in found}) == 2, "one for the first size, one for all others"
@@ -121,9 +109,7 @@ def test_sizes_of_equal_cost_share_a_program() -> None:
 
 
 def resolutions_on_a_rank(rank: int) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    model, twin = small_twins("wan", SIZE, 2)
     whole = torch.compile(model, backend="chunkflow", options=EAGER)
     with torch.no_grad():
         compiled = turns(whole, twin, at_resolutions(4))
@@ -220,7 +206,7 @@ def test_sizes_that_are_used_stay_and_the_others_go() -> None:
     twenty = range(2, 22)
     turn(twenty)
     turn(twenty)
-    assert planned == [20, 0]
+    assert planned == [20, 0] and graphs() == 1, "with dynamic=True, the first size is compiled for all"
     turn(range(22, 22 + KEPT_SIZES - 20))  # all places are taken
     turn([2, 3])  # used, so they stay
     turn([100, 101])
@@ -241,27 +227,15 @@ class Level(nn.Module):
         return self.conv(nn.functional.interpolate(x, scale_factor=2.0) * self.scale)
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.levels = nn.ModuleList([Level(), Level()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for level in self.levels:
-            x = level(x)
-        return x
-
-
 def decode(**options: Any) -> list[int]:
     """The graphs that were compiled after each of some sizes of a decoder, which share a height or a width."""
-    model, twin = twins(Decoder)
+    model, twin = twins(lambda: InTurn([Level(), Level()]))
     offload(model, "cpu", min_bytes=256)
     placement: Any = placement_of(model)
     compile_by_kind(model, placement, {"min_bytes": 256, **options}, None, levels=True)
     counts = []
     for height, width in ((4, 4), (6, 4), (4, 8), (6, 6)):
-        x = torch.randn(1, 4, height, width)
-        assert torch.equal(model(x), twin(x))
+        check_steps(model, twin, 1, (1, 4, height, width))
         counts.append(graphs())
     moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
     assert moved and min(moved) >= min(p.plan.moved_bytes for p in programs(model)) > 0
@@ -288,5 +262,5 @@ def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: 
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         assert decode() == [2, 4, 6, 8]
     (said, *rest) = [r.getMessage() for r in caplog.records if "each size" in r.getMessage()]
-    assert "levels.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
+    assert "blocks.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
     assert len(rest) == 1 and tried.count(True) == 2

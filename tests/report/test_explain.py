@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
-from helpers import Stack, check_steps, twins
+from conftest import EAGER
+from helpers import Block, InTurn, check_steps, twins
 from torch import nn
 
 import chunkflow_compile
@@ -16,24 +16,20 @@ from chunkflow_compile.report.explain import Explanation
 from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
 from chunkflow_compile.report.record import seconds
 
-EAGER = {**OPTIONS, "lowering": "eager"}
 NOT_YET = "No program of this model has run yet: compile it with ChunkFlow and call it first, also after restore"
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-class Parts(nn.Module):
+class Parts(InTurn):
     """Blocks and a head: four parts by kind."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([*Stack(3, width=32).blocks])
+        super().__init__(Block(32) for _ in range(3))
         self.head = nn.Linear(32, 256, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(super().forward(x))
 
 
 def explained(model: nn.Module) -> tuple[Explanation, str]:
@@ -61,12 +57,10 @@ def test_a_part_of_a_model_is_explained_as_one_until_a_pass_over_all_is_measured
         (name,) = (name for name in names.values() if f"a call of {name.removesuffix('.up')}" == found.figures[0].name)
         assert found.plan == longest.plan.digest and name == names[longest]
         assert found.figures[0].measured == pytest.approx(sum(medians[longest]) / calls)
-        both = (
-            sum(p.plan.predicted.step_s for p in medians if p.plan.predicted is not None),
-            sum(sum(m) / calls for m in medians.values()),
-        )
+        predicted_s = sum(p.plan.predicted.step_s for p in medians if p.plan.predicted is not None)
+        measured_s = sum(sum(m) / calls for m in medians.values())
         assert f"takes longest of the {len(medians)} parts of this model" in text and len(medians) == 4
-        assert f"A call of each takes {seconds(both[0])} as predicted and {seconds(both[1])} as measured" in text
+        assert f"A call of each takes {seconds(predicted_s)} as predicted and {seconds(measured_s)} as measured" in text
         assert f"medians of {calls} call" in text
         assert ("runs as one cycle, from the third on" in text) == (not disable)
     step(model, twin)
@@ -102,16 +96,9 @@ def test_a_model_of_one_program() -> None:
 
 
 def phase(**figures: Any) -> PhaseFigures:
-    known: dict[str, Any] = {
-        "name": "vae",
-        "model": "VAE",
-        "weights": 2,
-        "streamed": 1,
-        "on_device": 1,
-        "activations": None,
-    }
-    known |= {"calls": 1, "predicted_s": 1.0, "measured_s": 1.05, "retries": 0, "hardware": "cpu"}
-    return PhaseFigures(**{**known, **figures})
+    plain: dict[str, Any] = {"name": "vae", "model": "VAE", "weights": 2, "streamed": 1, "on_device": 1}
+    plain |= {"activations": None, "calls": 1, "predicted_s": 1.0, "measured_s": 1.05, "retries": 0, "hardware": "cpu"}
+    return PhaseFigures(**{**plain, **figures})
 
 
 def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
@@ -121,7 +108,8 @@ def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
         text = " ".join(str(PipelineFigures((phase(measured_s=measured_s),), 100)).split())
         assert (far in text and fix in text) == said == ("calibrate" in text), measured_s
     assert "calibrate" not in str(PipelineFigures((phase(predicted_s=None, measured_s=9.0),), 100))
-    assert "activations" not in str(PipelineFigures((phase(),), 100)).split("budget:")[0], (
-        "nothing counts them on a CPU"
-    )
-    assert "activations" in str(PipelineFigures((phase(), phase(activations=3)), 100)).split("budget:")[0]
+    for counted, phases in (
+        (False, (phase(),)),
+        (True, (phase(), phase(activations=3))),
+    ):  # nothing counts them on a CPU
+        assert ("activations" in str(PipelineFigures(phases, 100)).split("budget:")[0]) == counted

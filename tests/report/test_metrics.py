@@ -9,18 +9,18 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from conftest import HERE, OPTIONS, WRAPS
+from conftest import EAGER, HERE, WRAPS
 from helpers import Stack
 
 from chunkflow_compile import ChunkflowError, cycles, explain, metrics, offload, programs, replan, restore, spans
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
 
 prometheus_client = pytest.importorskip("prometheus_client")
-EAGER = {**OPTIONS, "lowering": "eager"}
 DOCS = HERE.parent / "docs"
 
 pytestmark = pytest.mark.usefixtures("no_grad", "quiet")
@@ -117,11 +117,8 @@ def test_calls_off_the_cycle(registry: Any, scrape: Callable[[], Values]) -> Non
     for block in model.blocks:
         block.compile(backend="chunkflow", options=EAGER)
     metrics(model, registry=registry)
-    x = torch.randn(4, 8)
-    for _ in range(2):
-        model(x)
-    for _ in range(3):
-        model(x)
+    for _ in range(5):
+        model(torch.randn(4, 8))
     model.blocks[1](torch.randn(4, 32))
     (bound,) = cycles(model)
     found = scrape()
@@ -136,44 +133,24 @@ def test_a_scrape_does_not_wait_for_a_call(registry: Any) -> None:
     metrics(model, registry=registry)
     x = torch.randn(4, 8)
     model(x)
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
+    with ThreadPoolExecutor() as pool:
         with programs(model)[0].arena.lock():
-            held.set()
-            assert done.wait(60)
+            assert pool.submit(prometheus_client.generate_latest, registry).result(60)
+        stop = threading.Event()
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(60)
-    scraped = threading.Thread(target=lambda: prometheus_client.generate_latest(registry))
-    scraped.start()
-    scraped.join(60)
-    ended = not scraped.is_alive()
-    done.set()
-    holder.join()
-    assert ended
-    stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def scrapes() -> None:
-        try:
+        def scrapes() -> None:
             while not stop.is_set():
                 prometheus_client.generate_latest(registry)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
 
-    beside = threading.Thread(target=scrapes)
-    beside.start()
-    try:
-        for i in range(12):
-            if i % 4 == 0:
-                restore(model)
-            assert torch.equal(model(x), twin(x))
-    finally:
-        stop.set()
-        beside.join()
-    assert errors == []
+        scraping = pool.submit(scrapes)
+        try:
+            for i in range(12):
+                if i % 4 == 0:
+                    restore(model)
+                assert torch.equal(model(x), twin(x))
+        finally:
+            stop.set()
+    scraping.result()
 
 
 def test_models_that_are_gone_vanish(registry: Any, scrape: Callable[[], Values]) -> None:
@@ -205,9 +182,8 @@ def test_a_pipeline_by_component(registry: Any, scrape: Callable[[], Values], ap
     for phase in budget.phases:
         assert found["chunkflow_budget_bytes", phase.name] == 2**20
         assert found["chunkflow_host_bytes", phase.name] == phase.streamed
-    assert sum(v for (n, _), v in found.items() if n == "chunkflow_device_bytes") == sum(
-        {p.arena: p.arena.held for p in budget.phases}.values()
-    )
+    on_device = sum(v for (n, _), v in found.items() if n == "chunkflow_device_bytes")
+    assert on_device == sum({p.arena: p.arena.held for p in budget.phases}.values())
     assert found["chunkflow_calls_total", "transformer"] > before["chunkflow_calls_total", "transformer"]
 
 

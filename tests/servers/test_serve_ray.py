@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,8 @@ class Server:
 
     def ask(self, request: dict[str, Any]) -> tuple[int, Any]:
         """The status and the answer."""
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/generate",
-            json.dumps(request).encode(),
-            {"content-type": "application/json"},
-        )
+        address, kind = f"http://127.0.0.1:{self.port}/generate", {"content-type": "application/json"}
+        asked = urllib.request.Request(address, json.dumps(request).encode(), kind)
         try:
             with urllib.request.urlopen(asked, timeout=HANGS) as answer:
                 return answer.status, json.load(answer)
@@ -114,9 +111,8 @@ class Server:
         """What is generated; it has streamed."""
         status, answer = self.ask(request)
         assert status == 200, answer
-        assert all(
-            answer[figure] > 0 for figure in ("moved_bytes", "seconds", "measured_s", "predicted_s", "admitted_s")
-        )
+        figures = ("moved_bytes", "seconds", "measured_s", "predicted_s", "admitted_s")
+        assert all(answer[figure] > 0 for figure in figures)
         return [np.asarray(Image.open(io.BytesIO(base64.b64decode(frame)))) for frame in answer["frames"]]
 
     def stop(self) -> None:
@@ -152,7 +148,7 @@ def adapters(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def plain(adapters: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], list[np.ndarray]]]:
+def plain(adapters: dict[str, str]) -> Callable[[dict[str, Any]], list[np.ndarray]]:
     """What a FLUX of one's own generates from a request."""
     pipes = {None: small_pipeline("flux")}
     for name, folder in adapters.items():
@@ -163,12 +159,10 @@ def plain(adapters: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], list[
         call = {name: request[name] for name in ("prompt", "height", "width")}
         noise = torch.Generator().manual_seed(request.get("seed", 0))
         pipe = pipes[request.get("adapter")]
-        return [
-            np.asarray(image)
-            for image in pipe(**call, num_inference_steps=request["steps"], generator=noise, output_type="pil").images
-        ]
+        output = pipe(**call, num_inference_steps=request["steps"], generator=noise, output_type="pil")
+        return [np.asarray(image) for image in output.images]
 
-    yield generate
+    return generate
 
 
 def equal(some: list[np.ndarray], others: list[np.ndarray]) -> bool:

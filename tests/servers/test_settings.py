@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,10 +27,8 @@ GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
         ({"CHUNKFLOW_MEMORY": ""}, None),
         ({"CHUNKFLOW_OPTIONS": "nonsense"}, None),
         (GIB, Settings("1GiB", {})),
-        (
-            {"CHUNKFLOW_MEMORY": " 5 MB ", "CHUNKFLOW_OPTIONS": '{"chunk_bytes": 512}'},
-            Settings("5 MB", {"chunk_bytes": 512}),
-        ),
+        ({**GIB, "CHUNKFLOW_OPTIONS": '{"chunk_bytes": 512}'}, Settings("1GiB", {"chunk_bytes": 512})),
+        ({"CHUNKFLOW_MEMORY": " 5 MB "}, Settings("5 MB", {})),
         ({**GIB, "CHUNKFLOW_METRICS_PORT": "9400"}, Settings("1GiB", {}, 9400)),
     ],
 )
@@ -52,39 +52,36 @@ def test_a_plug_in_serves_the_metrics_of_all_its_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "options", "said"),
+    ("name", "value", "said"),
     [
-        ("much", "", "CHUNKFLOW_MEMORY='much' is not a size: give bytes, or a text such as '8GiB' or '500MB'."),
-        (
-            "8GiB",
-            "lowering=eager",
-            "CHUNKFLOW_OPTIONS is not JSON (Expecting value: line 1 column 1 (char 0)): give an ",
-        ),
-        (
-            "8GiB",
-            '["eager"]',
-            'CHUNKFLOW_OPTIONS is ["eager"], and must be a JSON object: such as {"lowering": "eager"}.',
-        ),
-        ("8GiB", '{"memory": "4GiB"}', "memory is in CHUNKFLOW_MEMORY and in CHUNKFLOW_OPTIONS: leave it out of "),
-        ("8GiB", '{"lowerin": "eager"}', "CHUNKFLOW_OPTIONS: Unknown option 'lowerin'; did you mean 'lowering'?"),
-        ("8GiB", '{"lowering": "fast"}', "CHUNKFLOW_OPTIONS: Option lowering='fast' is unknown; use one of "),
-        ("8GiB", '{"slowdown": 1.1}', "CHUNKFLOW_OPTIONS: Give memory or slowdown, not both"),
+        ("MEMORY", "much", "='much' is not a size: give bytes, or a text such as '8GiB' or '500MB'."),
+        ("OPTIONS", "lowering=eager", " is not JSON (Expecting value: line 1 column 1 (char 0)): give an "),
+        ("OPTIONS", '["eager"]', ' is ["eager"], and must be a JSON object: such as {"lowering": "eager"}.'),
+        ("OPTIONS", '{"memory": "4GiB"}', ": leave it out of "),
+        ("OPTIONS", '{"lowerin": "eager"}', ": Unknown option 'lowerin'; did you mean 'lowering'?"),
+        ("OPTIONS", '{"lowering": "fast"}', ": Option lowering='fast' is unknown; use one of "),
+        ("OPTIONS", '{"slowdown": 1.1}', ": Give memory or slowdown, not both"),
+        ("METRICS_PORT", "x", "='x' is no port"),
     ],
 )
-def test_bad_settings_are_refused(memory: str, options: str, said: str) -> None:
-    with pytest.raises(ChunkflowError) as refused:
-        settings_from({"CHUNKFLOW_MEMORY": memory, "CHUNKFLOW_OPTIONS": options})
-    assert str(refused.value).startswith(said)
-    with pytest.raises(ChunkflowError, match="CHUNKFLOW_METRICS_PORT='x' is no port"):
-        settings_from({**GIB, "CHUNKFLOW_METRICS_PORT": "x"})
+def test_bad_settings_are_refused(name: str, value: str, said: str) -> None:
+    with pytest.raises(ChunkflowError, match=re.escape(f"CHUNKFLOW_{name}{said}")):
+        settings_from({**GIB, f"CHUNKFLOW_{name}": value})
 
 
-def test_reading_no_settings_imports_no_torch() -> None:
-    code = (
-        "import sys; from chunkflow_compile.servers.settings import settings_from; "
-        "assert settings_from({}) is None and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize(
+    "work",
+    [
+        "settings import settings_from; assert settings_from({}) is None",
+        "sglang import plugin; plugin()",
+        "vllm_omni import plug_in; plug_in()",
+    ],
+)
+def test_without_memory_nothing_is_imported(work: str) -> None:
+    """A server that has the plug-in, and no settings for it, is left alone."""
+    check = "import sys; assert not {'torch', 'sglang', 'vllm_omni'} & {*sys.modules}"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CHUNKFLOW_")}
+    subprocess.run([sys.executable, "-c", f"from chunkflow_compile.servers.{work}; {check}"], check=True, env=environ)
 
 
 @pytest.mark.parametrize(

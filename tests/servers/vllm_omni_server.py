@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,53 +15,41 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_omni_stand_ins
+from stand_ins import Finder
 from torch import nn
 
+# Module -> why it is not the real one.  Each is imported at the top of some module of the server, beside its transformers;
+# nothing of it runs on the way of a denoising step.
+STANDS_IN = {
+    "av": "video files, 40 MB: the outputs of a pipeline are not encoded here",
+    "soxr": "resampling of audio",
+    "torchaudio": "audio; its CPU builds are not on PyPI",
+    "torchcodec": "decodes videos with libraries of FFmpeg, which a machine may lack",
+    "torchvision": "transforms of images; the build on PyPI needs the CUDA build of torch",
+    "cv2": "images, 60 MB",
+}
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-vllm_omni_stand_ins.install()
+sys.meta_path.insert(0, Finder(STANDS_IN, importers=("vllm", "vllm_omni")))
 
 import vllm_omni.platforms as platforms  # noqa: E402
 from vllm_omni.platforms.interface import UnspecifiedOmniPlatform  # noqa: E402
+
+
+def _returns(value: object) -> Any:
+    return classmethod(lambda cls, *args, **kwargs: value)
 
 
 class CpuPlatform(UnspecifiedOmniPlatform):
     """vLLM-Omni has no platform for a CPU; attention is torch's own."""
 
     dist_backend = "gloo"
-
-    @classmethod
-    def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        return "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
-
-    @classmethod
-    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
-        return torch.device("cpu")
-
-    @classmethod
-    def get_device_count(cls) -> int:
-        return 1
-
-    @classmethod
-    def supports_torch_inductor(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_cpu_offload(cls) -> bool:
-        return True
-
-    @classmethod
-    def get_free_memory(cls, device: torch.device | None = None) -> int:
-        return 1 << 34
-
-    @classmethod
-    def synchronize(cls) -> None:
-        pass
-
-    @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        pass
+    get_diffusion_attn_backend_cls = _returns("vllm_omni.diffusion.attention.backends.sdpa.SDPABackend")
+    get_torch_device = _returns(torch.device("cpu"))
+    get_device_count = _returns(1)
+    supports_torch_inductor = supports_cpu_offload = _returns(True)
+    get_free_memory = _returns(1 << 34)
+    synchronize = set_device = _returns(None)
 
 
 platforms._current_omni_platform = CpuPlatform()
@@ -82,33 +71,27 @@ AttentionImpl.forward = lambda self, *args, **kwargs: self.forward_cuda(*args, *
 linear.UnquantizedLinearMethod.process_weights_after_loading = lambda self, layer: None
 linear.UnquantizedLinearMethod.apply = lambda self, layer, x, bias=None: nn.functional.linear(x, layer.weight, bias)
 
+# Where a transformer is, and its sizes besides those of each.
+_SIZES = {"num_attention_heads": 2, "attention_head_dim": 64}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Wan": (
         "wan2_2.wan2_2_transformer.WanTransformer3DModel",
-        {
-            "num_attention_heads": 2,
-            "attention_head_dim": 64,
-            "text_dim": 64,
-            "freq_dim": 64,
-            "ffn_dim": 256,
-            "num_layers": 2,
-        },
+        {"text_dim": 64, "freq_dim": 64, "ffn_dim": 256, "num_layers": 2},
     ),
     "FLUX": (
         "flux.flux_transformer.FluxTransformer2DModel",
-        {"num_attention_heads": 2, "attention_head_dim": 64, "num_single_layers": 2, "joint_attention_dim": 64}
-        | {"pooled_projection_dim": 64, "axes_dims_rope": (16, 24, 24), "in_channels": 16},
+        {"num_single_layers": 2, "joint_attention_dim": 64, "pooled_projection_dim": 64}
+        | {"axes_dims_rope": (16, 24, 24), "in_channels": 16},
     ),
     "Qwen-Image": (
         "qwen_image.qwen_image_transformer.QwenImageTransformer2DModel",
-        {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "joint_attention_dim": 64}
-        | {"axes_dims_rope": (16, 24, 24), "in_channels": 16, "out_channels": 4},
+        {"num_layers": 2, "joint_attention_dim": 64, "axes_dims_rope": (16, 24, 24)}
+        | {"in_channels": 16, "out_channels": 4},
     ),
     "HunyuanVideo-1.5": (
         "hunyuan_video.hunyuan_video_15_transformer.HunyuanVideo15Transformer3DModel",
-        {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "num_refiner_layers": 1, "in_channels": 9}
-        | {"out_channels": 4, "text_embed_dim": 64, "text_embed_2_dim": 64, "image_embed_dim": 64}
-        | {"rope_axes_dim": (16, 24, 24)},
+        {"num_layers": 2, "num_refiner_layers": 1, "in_channels": 9, "out_channels": 4, "text_embed_dim": 64}
+        | {"text_embed_2_dim": 64, "image_embed_dim": 64, "rope_axes_dim": (16, 24, 24)},
     ),
 }
 NAMES = tuple(_MODELS)
@@ -129,7 +112,8 @@ class Pipeline(nn.Module):
     def __init__(self, od_config: Any) -> None:
         super().__init__()
         self.od_config = od_config
-        path, sizes = _MODELS[od_config.model_class_name]
+        path, more = _MODELS[od_config.model_class_name]
+        sizes = {**_SIZES, **more}
         module, _, name = path.rpartition(".")
         made = getattr(import_module(f"vllm_omni.diffusion.models.{module}"), name)
         self.transformer = made(**sizes) if name.startswith("Wan") else made(od_config, **sizes)

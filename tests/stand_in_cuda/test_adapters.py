@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from adapters import Library
 from helpers import graphs
 from small_pipelines import SMALL_PIPELINES, small_pipeline
 
@@ -14,18 +15,10 @@ pytest.importorskip("peft")
 FLUX = SMALL_PIPELINES["flux"]
 
 
-def adapter(model: torch.nn.Module, seed: int, rank: int) -> dict[str, torch.Tensor]:
-    rng, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
-    for name, m in model.named_modules():
-        if name.endswith(("to_q", "to_v")):
-            state[f"transformer.{name}.lora_A.weight"] = 0.2 * torch.randn(rank, m.in_features, generator=rng)
-            state[f"transformer.{name}.lora_B.weight"] = 0.2 * torch.randn(m.out_features, rank, generator=rng)
-    return state
-
-
 def test_a_pipeline() -> None:
     twin = small_pipeline("flux")
-    states = [adapter(twin.transformer, seed, rank) for seed, rank in enumerate((4, 8))]
+    library = Library(twin.transformer)
+    states = [library.adapter(seed, rank, ("to_q", "to_v")) for seed, rank in enumerate((4, 8))]
     twin.to("cuda")
     pipe = apply(small_pipeline("flux"), "cuda", memory="40MiB", adapters=8, min_bytes=2048, lowering="eager")
     with torch.no_grad():
@@ -36,8 +29,8 @@ def test_a_pipeline() -> None:
                 p.load_lora_weights({k: v.clone() for k, v in state.items()}, adapter_name=f"a{number}")
                 p.set_adapters(f"a{number}", 0.7)
             assert torch.allclose(FLUX.generate(pipe), FLUX.generate(twin), rtol=0, atol=1e-5)
-        library = [p for n, p in pipe.transformer.named_parameters() if "lora_" in n]
-        assert library and all(p.device.type == "cpu" for p in library)
+        loaded = [p for n, p in pipe.transformer.named_parameters() if "lora_" in n]
+        assert loaded and all(p.device.type == "cpu" for p in loaded)
         for change in ("fuse_lora", "unfuse_lora", "disable_lora", "enable_lora", "unload_lora_weights"):
             for p in (pipe, twin):
                 getattr(p, change)()

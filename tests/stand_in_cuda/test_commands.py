@@ -21,22 +21,18 @@ ROOT = Path(__file__).parent.parent.parent
 CHUNKFLOW = (sys.executable, "-m", "chunkflow_compile.cli.main")
 
 
-def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command, which ends with ``code``."""
     env = {**os.environ, "STAND_IN_COMPUTE": "0", "STAND_IN_DEVICES": "1", **env}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=WITHIN * 3, cwd=ROOT)
-
-
-def ran(*command: str) -> str:
-    done = run(*command)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WITHIN * 3, cwd=ROOT)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 def test_calibration(tmp_path: Path) -> None:
     """On the stand-in's own clock, where a kernel takes 2 ms and streams share nothing."""
     out = tmp_path / "card.json"
-    done = run(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out), STAND_IN_RATE="40e9")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out), STAND_IN_RATE="40e9")
     found, kernel_s, rate = Hardware.from_json(out.read_text()), 0.002, pytest.approx(40e9, rel=1e-3)
     assert found.kernel_s == kernel_s and "measured on NVIDIA H200" in found.sources["gemm_flops"]
     assert {*found.gemm_flops.values()} == {round(2 * 8192**3 / kernel_s)} and len(found.gemm_flops) == 3
@@ -45,13 +41,13 @@ def test_calibration(tmp_path: Path) -> None:
 
 
 def test_the_doctor_sees_the_card() -> None:
-    assert "NVIDIA H200" in ran(*CHUNKFLOW, "doctor")
+    assert "NVIDIA H200" in run(*CHUNKFLOW, "doctor").stdout
 
 
-def card(folder: Path, *more: str, **env: str) -> subprocess.CompletedProcess[str]:
+def card(folder: Path, *more: str, **given: Any) -> subprocess.CompletedProcess[str]:
     """What make card DRY=1 runs; its tests are beside this file."""
     script = str(ROOT / "docs" / "benchmarks" / "gpu_parts.py")
-    return run(sys.executable, script, "--dry-run", "--out", str(folder), *more, **env)
+    return run(sys.executable, script, "--dry-run", "--out", str(folder), *more, **given)
 
 
 @pytest.fixture
@@ -65,14 +61,13 @@ def json_of(folder: Path, name: str) -> Any:
 
 def test_the_first_half_hour_on_a_card(tmp_path: Path) -> None:
     """Its parts leave their figures and the page as they go, and what has passed is not run again."""
-    begun = card(tmp_path, "--parts", "facts,profile")
-    assert begun.returncode == 0, begun.stdout[-3000:]
+    card(tmp_path, "--parts", "facts,profile")
     facts = json_of(tmp_path, "gpu_card.json")
     assert len(facts) == 9 and all(part["passed"] for part in facts.values())
     assert "copies of one direction" in (tmp_path / "gpu.md").read_text()
     moved = tmp_path / "on another machine"
     done = card(moved, "--parts", "facts,profile,wan,loopback,flux", "--resume", str(tmp_path))
-    assert done.returncode == 0 and done.stdout.endswith("5 of 6 parts ran and passed\n"), done.stdout[-3000:]
+    assert done.stdout.endswith("5 of 6 parts ran and passed\n"), done.stdout[-3000:]
     assert "--- facts" not in done.stdout and "--- wan" in done.stdout
     text, cases = (moved / "gpu.md").read_text(), json_of(moved, "gpu.json")["cases"]
     assert "A rehearsal" in text and "What one card cannot show" in text and "Failed" not in text, text
@@ -91,8 +86,8 @@ def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> 
     card(tmp_path, "--parts", "profile")
     turns = [{"case": "wan"}, {"arm": "chunkflow", "step": 0, "seconds": 0.25, "host": 0.1}]
     (tmp_path / "gpu_steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in turns))
-    done = card(tmp_path, "--parts", "wan,flux", "--seconds", "60")
-    assert done.returncode == 3 and "no time was left for wan, flux" in done.stdout, done.stdout
+    done = card(tmp_path, "--parts", "wan,flux", "--seconds", "60", code=3)
+    assert "no time was left for wan, flux" in done.stdout, done.stdout
     write(tmp_path / "gpu.md")
     text = (tmp_path / "gpu.md").read_text()
     assert "Cut off after 1 measured turns" in text and "* chunkflow: a step takes 250.0 ms" in text
@@ -107,8 +102,8 @@ def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> 
     ],
 )
 def test_a_card_that_cannot_be_measured(tmp_path: Path, env: dict[str, str], says: str) -> None:
-    done = card(tmp_path, **env)
-    assert done.returncode == 2 and re.search(says, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    done = card(tmp_path, code=2, **env)
+    assert re.search(says, done.stderr) and "Traceback" not in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 

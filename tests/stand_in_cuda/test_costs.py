@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Stack
+from test_gpu import MIB, OPTIONS, compiled
 from torch import nn
 from torch._inductor.utils import fresh_cache
 
@@ -17,7 +18,7 @@ from chunkflow_compile.runtime.device import DeviceKind, make_device
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
 
 from . import control
-from .test_findings import MIB, OPTIONS, compiled, placed
+from .test_findings import placed
 
 
 def test_calls_of_a_step_of_60_blocks(record_property: Callable[[str, object], None]) -> None:
@@ -35,9 +36,7 @@ def test_calls_of_a_step_of_60_blocks(record_property: Callable[[str, object], N
     windows, regions = len({p.window for p in prefetches}), len(plan.regions)
     plain = found["not measured"]
     assert plain["cudaMemcpyAsync"] == len(prefetches)
-    ordering = sum(
-        plain.get(name, 0) for name in ("cudaEventRecordWithFlags", "cudaEventRecord", "cudaStreamWaitEvent")
-    )
+    ordering = sum(plain.get(n, 0) for n in ("cudaEventRecordWithFlags", "cudaEventRecord", "cudaStreamWaitEvent"))
     assert 0 < ordering <= 3 * windows + regions
     for name in ("cudaMalloc", "cudaEventCreateWithFlags", "cudaStreamSynchronize", "cudaEventSynchronize"):
         assert name not in plain, name

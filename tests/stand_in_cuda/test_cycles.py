@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Stack, graphs
+from helpers import Stack, check_steps, graphs
+from test_gpu import MIB, OPTIONS
 from torch import nn
 
 import chunkflow_compile
@@ -17,7 +18,7 @@ from chunkflow_compile.cli.main import main
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS
 
 from . import control
-from .test_findings import MIB, OPTIONS, placed
+from .test_findings import placed
 
 
 def step(model: nn.Module, twin: nn.Module, order: list[int]) -> None:
@@ -65,8 +66,7 @@ def test_sizes_in_turns() -> None:
     """Two compilations, a plan for each size, one arena."""
     model, run, twin = placed(4, 256, policy="chunkflow", memory=2 * MIB)
     for rows, columns in 3 * [(2, 3), (4, 6), (8, 5), (16, 9)]:
-        x = torch.randn(rows, columns, 8, device="cuda")
-        assert torch.equal(run(x), twin(x))
+        check_steps(run, twin, 1, (rows, columns, 8), "cuda")
     torch.cuda.synchronize()
     found = programs(model)
     assert graphs() == 2

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import diffusers
 import pytest
 import torch
 from conftest import WITHIN, fork
-from helpers import Stack, UlyssesStack, on_card
+from helpers import Stack, UlyssesStack, check_steps, on_card
+from test_gpu import MIB, compiled
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
@@ -25,19 +27,6 @@ from chunkflow_compile.runtime.torch_cuda import TorchCuda
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
-
-OPTIONS: dict[str, Any] = {
-    "min_bytes": 4096,
-    "chunk_bytes": 1 << 16,
-    "hardware": "rtx-4090-pcie",
-    "policy": "layerwise",
-    "lowering": "eager",
-}
-MIB = 1 << 20
-
-
-def compiled(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
 
 
 def placed(blocks: int = 4, width: int = 256, device: str = "cuda", **options: Any) -> tuple[nn.Module, Any, nn.Module]:
@@ -49,10 +38,8 @@ def placed(blocks: int = 4, width: int = 256, device: str = "cuda", **options: A
     return model, compiled(model, **options), twin
 
 
-def steps(run: Any, twin: nn.Module, n: int = 4, device: str = "cuda") -> None:
-    for step in range(n):
-        x = torch.randn(16, 8, device=device)
-        assert torch.equal(run(x), twin(x)), step
+def steps(run: Any, twin: nn.Module, n: int = 4) -> None:
+    check_steps(run, twin, n, (16, 8), "cuda")
 
 
 def test_a_failed_pin_leaves_no_error_pending() -> None:
@@ -117,9 +104,7 @@ def one_rank_cannot_pin(rank: int) -> None:
     run = compiled(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for _ in range(3):
-            x = torch.randn(64, 256, device="cuda")
-            assert torch.equal(run(x), twin(x))
+        check_steps(run, twin, 3, (64, 256), "cuda")
     assert sum("could not be pinned" in str(w.message) for w in told) == rank
 
 
@@ -139,52 +124,45 @@ def test_pinning_refused_by_address() -> None:
 
 def on_the_second_card(_: int, limit: dict[str, int], folder: str | None) -> None:
     """In a thread that has used no GPU.  ``folder``: of a checkpoint whose weights stay on the drive."""
-    failed: list[BaseException] = []
     control.settings(**limit)
 
     def work() -> None:
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if folder is None:
-                    model, run, _ = placed(4, device="cuda:1")
-                    given: dict[str, Any] = {"x": torch.randn(4, 8, device="cuda:1")}
-                else:
-                    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
-                    offload(model, "cuda:1", min_bytes=4096, host_memory=0)
-                    run, made = compiled(model), small_inputs("wan", Size(layers=2), 0)
-                    given = {k: v.to("cuda:1") if torch.is_tensor(v) else v for k, v in made.items()}
-                for _ in range(3):
-                    run(**given)
-                session = programs(model)[0]
-                assert session.plan.moved_bytes
-                staged = type(session.executor.device.copy).__name__ == "StagedCopies"
-                assert staged == bool(limit or folder)
-                restore(model)
-                del model, run, session
-                torch._dynamo.reset()
-                gc.collect()
-        except BaseException as error:  # noqa: BLE001  (shown below)
-            failed.append(error)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if folder is None:
+                model, run, _ = placed(4, device="cuda:1")
+                given: dict[str, Any] = {"x": torch.randn(4, 8, device="cuda:1")}
+            else:
+                model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+                offload(model, "cuda:1", min_bytes=4096, host_memory=0)
+                run, made = compiled(model), small_inputs("wan", Size(layers=2), 0)
+                given = {k: v.to("cuda:1") if torch.is_tensor(v) else v for k, v in made.items()}
+            for _ in range(3):
+                run(**given)
+            session = programs(model)[0]
+            assert session.plan.moved_bytes
+            staged = type(session.executor.device.copy).__name__ == "StagedCopies"
+            assert staged == bool(limit or folder)
+            restore(model)
+            del model, run, session
+            torch._dynamo.reset()
+            gc.collect()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
     for other in threading.enumerate():  # those that close sessions
         if other.name == "chunkflow-close":
             other.join()
-    assert not failed, failed
     assert control.contexts() == {1}
 
 
-@pytest.mark.parametrize("limit", [{}, {"pins": 3}, {"pins": 0, "pinned_allocations": 0}])
-def test_a_fresh_thread_starts_no_other_gpu(limit: dict[str, int]) -> None:
+@pytest.mark.parametrize("limit", [{}, {"pins": 3}, {"pins": 0, "pinned_allocations": 0}, "drive"])
+def test_a_fresh_thread_starts_no_other_gpu(limit: Any, tmp_path: Path) -> None:
+    """Nor does one that reads the drive."""
+    if limit == "drive":
+        small_model("wan", Size(layers=2)).save_pretrained(tmp_path)
+        return fork(on_the_second_card, ({}, str(tmp_path)), 1)
     fork(on_the_second_card, (limit, None), 1)
-
-
-def test_a_thread_that_reads_the_drive_starts_no_other_gpu(tmp_path: Path) -> None:
-    small_model("wan", Size(layers=2)).save_pretrained(tmp_path)
-    fork(on_the_second_card, ({}, str(tmp_path)), 1)
 
 
 def in_a_child(model: nn.Module, run: Any, send: Any, values: dict[str, torch.Tensor]) -> None:
@@ -255,12 +233,18 @@ def test_measuring_is_read_after_the_step_is_issued(monkeypatch: pytest.MonkeyPa
 
 
 def test_resident_weights_are_copied_from_pinned_memory() -> None:
-    _, run, twin = placed(policy="resident")
-    x = torch.randn(4, 8, device="cuda")
+    """Those that are dropped with their model are not reused under a step."""
+    model, run, twin = placed(policy="resident")
+    x, large = torch.randn(4, 8, device="cuda"), sum(p.nbytes >= 4096 for p in twin.parameters())
     with control.counted() as made:
         run(x)
-    assert made["copies to the device, pinned"] >= sum(p.nbytes >= 4096 for p in twin.parameters())
-    assert "copies to the device, pageable" not in made
+    assert made["copies to the device, pinned"] >= large and "copies to the device, pageable" not in made
+    device = programs(model)[0].executor.device
+    kept: list[torch.Tensor] = []
+    device.cuda.record_stream = lambda memory, stream: kept.append(memory)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run(x)
+    assert len(kept) >= large
 
 
 def test_restoring_to_the_card_copies_before_it_unpins() -> None:
@@ -305,17 +289,6 @@ def an_error_sticks(_: int) -> None:
 
 def test_an_error_that_sticks_loses_no_weight() -> None:
     fork(an_error_sticks, (), 1)
-
-
-def test_residents_dropped_with_their_model_are_not_reused_under_a_step() -> None:
-    model, run, _ = placed(policy="resident")
-    run(torch.randn(4, 8, device="cuda"))
-    device = programs(model)[0].executor.device
-    kept: list[torch.Tensor] = []
-    device.cuda.record_stream = lambda memory, stream: kept.append(memory)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run(torch.randn(4, 8, device="cuda"))
-    assert len(kept) > sum(p.nbytes >= 4096 for p in model.parameters()) - 1
 
 
 @pytest.mark.parametrize("left", range(3))

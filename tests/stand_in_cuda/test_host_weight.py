@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from helpers import Stack, fake_ranks
+from helpers import InTurn, Stack, fake_ranks
+from test_gpu import MIB, OPTIONS, compiled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import stream_inside
 
-from .test_findings import MIB, OPTIONS, compiled, placed, steps
+from .test_findings import placed, steps
 
 
 def weights(model: nn.Module) -> list[HostWeight]:
@@ -114,22 +115,11 @@ def test_a_model_changes_its_type_without_the_card() -> None:
     assert all(w.dtype == torch.float64 for w in weights(model))
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
 def test_quantised_weights_stream_to_the_card() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
-    model = Blocks().eval().requires_grad_(False)
+    model = InTurn(nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)).eval().requires_grad_(False)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     twin = copy.deepcopy(model).to("cuda")
     offload(model, "cuda", min_bytes=4096)

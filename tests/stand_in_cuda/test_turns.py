@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_gpu import MIB
 from tqdm import tqdm
 
 from chunkflow_compile.bench import turns as bench_turns
@@ -20,7 +21,6 @@ from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.plan import runs
 
 from . import control
-from .test_findings import MIB
 
 SIZE = Size(layers=4, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers import InTurn
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
@@ -32,28 +33,25 @@ def grow(w, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 class Rows(nn.Module):
     """A GEMM, and a kernel of two operands, of which one is a weight."""
 
-    def __init__(self, kernel: Any, block: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(64, 64, bias=False)
         self.rows = nn.Parameter(torch.randn(4, 64))
-        self.kernel, self.block = kernel, block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(x)
         out = torch.empty_like(y)
-        self.kernel[(triton.cdiv(y.numel(), self.block),)](y, self.rows, out, y.numel(), BLOCK=self.block)
+        scale[(triton.cdiv(y.numel(), 256),)](y, self.rows, out, y.numel(), BLOCK=256)
         return out
 
 
-class Blocks(nn.Module):
-    def __init__(self, kernel: Any, block: int = 256, writes: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Rows(kernel, block) for _ in range(2)])
+class Blocks(InTurn):
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__(Rows() for _ in range(2))
         self.writes = writes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+        x = super().forward(x)
         if self.writes:
             grow[(1,)](self.blocks[0].rows, 256, BLOCK=256)
         return x
@@ -67,7 +65,7 @@ def placed(model: nn.Module, **options: Any) -> Any:
 
 @pytest.mark.parametrize("lowering", ["inductor", "eager"])
 def test_a_kernel_is_launched_in_its_region(lowering: str) -> None:
-    model = Blocks(scale)
+    model = Blocks()
     run = placed(model, lowering=lowering)
     launches = []
     for _ in range(4):
@@ -83,7 +81,7 @@ def test_a_kernel_is_launched_in_its_region(lowering: str) -> None:
 
 @pytest.mark.parametrize("lowering", ["inductor", "eager"])
 def test_a_weight_that_a_kernel_writes_stays(lowering: str) -> None:
-    model = Blocks(scale, writes=True)
+    model = Blocks(writes=True)
     placed(model, lowering=lowering)(torch.randn(4, 64, device="cuda"))
     why = {w.name: w.why for w in programs(model)[0].plan.weights}
     assert why["blocks.0.rows"] == "the kernel grow writes it"
