@@ -139,8 +139,7 @@ class Placement:
                     for names, tensor in todo:
                         self.store.add(names, tensor, loader)
                         moved(loader.work(names[0]))
-                    loader.finish()
-                    self.store.moved()
+                    self.store.moved(loader)
                     if node is not None:
                         self.store.agree(node)
                 align(self.root)

@@ -51,7 +51,7 @@ class HostStore:
     counts: Counts = field(default_factory=Counts)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer]] = field(default_factory=list)
+    _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
@@ -89,18 +89,20 @@ class HostStore:
                 buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
-            buffer = loader.place(names[0], tensor)
-            if loader.in_file(names[0]):
-                self._pending.append((names, tensor, buffer))
+            placed = loader.place(names[0], tensor)
+            if placed is None or loader.in_file(names[0]):
+                self._pending.append((names, tensor, placed))
             else:
-                self._become(names, tensor, buffer)
+                self._become(names, tensor, placed)
 
-    def moved(self) -> None:
+    def moved(self, loader: WeightLoader) -> None:
         """All weights have been added, on all ranks that share them."""
+        loader.wait()
         with torch.inference_mode(False), torch.no_grad():
             for names, tensor, buffer in self._pending:
-                self._become(names, tensor, buffer)
+                self._become(names, tensor, buffer or loader.placed(names[0], tensor))
         self._pending.clear()
+        loader.report()
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device

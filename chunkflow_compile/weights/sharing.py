@@ -2,7 +2,8 @@
 
 The memory is a sealed memfd: a file without a name, which is gone when the last process that maps it has ended, however it
 ended.  So is the file on the drive.  That a weight is the same on all ranks is proved, not assumed: it is the same part of
-the same file everywhere, or each rank compares all bytes of its own with those that the first rank has written.
+the same file everywhere, or each rank compares all bytes of its own with those that the first rank has written, once all
+are written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,9 +32,6 @@ from .source import DriveBytes
 
 _log = logging.getLogger(__name__)
 
-# What a rank does with a weight: writes it, compares its own values with what is written, or leaves it to another rank,
-# which reads the same part of the same file.
-Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
 # In messages, names of more weights are left out.
@@ -80,15 +78,19 @@ class LoadRequest:
 
 
 class SharedPages:
-    """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
+    """The weights of one move that ranks share, in memory or in a scratch file.
+
+    ``writes``: those that this rank writes.  Of the others, it compares its own values with what is written, unless another
+    rank reads the same part of the same file.
+    """
 
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
         """All ranks create it, each with its own weights.  Raises ChunkflowError if there is no room, or one has ended."""
         self._node = node
+        self.writes: set[str] = set()
         self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # and where each begins in the scratch file
-        self._roles: dict[str, Role] = {}
-        self._awaited: dict[str, int] = {}  # how many weights the leader has written when it has written this one
+        self._in_one_file: set[str] = set()
         self._differ: list[str] = []
         manifests = node.gather([w.manifest() for w in wanted])
         sources: dict[str, list[Any]] = {}
@@ -109,11 +111,18 @@ class SharedPages:
                 len(common),
                 len(wanted),
             )
-        self._assign(common, {w.name: sources[repr(w.manifest()["as"])] for w in common})
+        for weight in common:
+            first, *others = sources[repr(weight.manifest()["as"])]
+            if first[0] and all(other == first for other in others):
+                self._in_one_file.add(weight.name)
+        self._assign(common)
         if memory := [w for w in common if not w.drive]:
             self._share_memory(memory)
         if drive := [w for w in common if w.drive]:
             self._share_file(drive)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pages or name in self._on_drive
 
     def _share_memory(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the memory, and the others get it."""
@@ -147,64 +156,48 @@ class SharedPages:
         """Where each weight begins, on a page of its own, and the end."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
-    def _assign(self, weights: Sequence[LoadRequest], sources: dict[str, list[Any]]) -> None:
+    def _assign(self, weights: Sequence[LoadRequest]) -> None:
         """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
 
         The leader also reads what it writes to the drive.
         """
-        same = {
-            w.name for w in weights if sources[w.name][0][0] and all(s == sources[w.name][0] for s in sources[w.name])
-        }
-        total, done = sum(w.nbytes for w in weights if w.name in same and not w.drive), 0
+        ranks, done = self._node.ranks, 0
+        split = {w.name for w in weights if w.name in self._in_one_file and not w.drive}
+        total = sum(w.nbytes for w in weights if w.name in split)
         for weight in weights:
-            if weight.name in same and not weight.drive:
-                reader = self._node.ranks[min(len(self._node.ranks) * done // total, len(self._node.ranks) - 1)]
-                self._roles[weight.name] = "fill" if reader == self._node.rank else "leave"
+            writer = ranks[0]
+            if weight.name in split:
+                writer = ranks[min(len(ranks) * done // total, len(ranks) - 1)]
                 done += weight.nbytes
-                continue
-            self._awaited[weight.name] = len(self._awaited) + 1
-            other: Role = "leave" if weight.name in same else "compare"
-            self._roles[weight.name] = "fill" if self._node.leads else other
+            if writer == self._node.rank:
+                self.writes.add(weight.name)
 
     def pages(self, name: str) -> SharedMemory:
         """The pages of a weight that is shared in memory."""
         return self._pages[name]
 
-    def role(self, name: str) -> Role | None:
-        """None for a weight that is not shared."""
-        return self._roles.get(name)
-
-    def leave(self, kept: Collection[str]) -> None:
-        """Unmap the pages of all weights but those ``kept``."""
-        for name in self._pages.keys() - kept:
-            self._pages.pop(name).leave()
-
-    def written(self, name: str) -> None:
-        """Tell the others that a weight is written, if they wait for it."""
-        if name in self._awaited:
-            self._node.step()
-
-    def keep(self, name: str, made: torch.Tensor) -> None:
+    def keep(self, name: str, values: torch.Tensor) -> None:
         """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
-        self._scratch.write(self._on_drive[name][0], made)
-        self.written(name)
+        self._scratch.write(self._on_drive[name][0], values)
 
     def kept(self, name: str) -> FileSlice:
-        """A weight in the scratch file; waits until the leader has written it."""
-        self._node.wait(self._awaited[name])
+        """A weight in the scratch file, once it is written."""
         begin, weight = self._on_drive[name]
         return self._scratch.kept(begin, weight.like)
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
-        self._node.wait(self._awaited[name])
-        equal = _same_bytes(host, values)
+        """Whether ``values`` are those that were written to ``host``."""
+        equal = name in self.writes or name in self._in_one_file or _same_bytes(host, values)
         if not equal:
             self._differ.append(name)
         return equal
 
-    def finish(self) -> None:
-        """Wait until all weights are written and compared.  Those that differ are named on all ranks."""
+    def wait(self) -> None:
+        """Until all ranks have written their weights."""
+        self._node.gather(None)
+
+    def report(self) -> None:
+        """Name the weights that differ, on all ranks, when all have compared them."""
         for rank, names in zip(self._node.ranks, self._node.gather(self._differ), strict=True):
             if names:
                 _log.warning(
@@ -213,6 +206,11 @@ class SharedPages:
                     self._node.ranks[0],
                     _some_of(names),
                 )
+
+    def leave(self, kept: Collection[str]) -> None:
+        """Unmap the pages of all weights but those ``kept``."""
+        for name in self._pages.keys() - kept:
+            self._pages.pop(name).leave()
 
 
 def _whole(manifest: Sequence[Any]) -> int:
