@@ -180,24 +180,16 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
     """The ranks that share with this one.  Says why others of this machine do not."""
     mine = records[group.rank]
     here = [rank for rank in group.ranks if records[rank]["machine"] == mine["machine"]]
-    reached = [rank for rank in here if records[rank]["container"] == mine["container"]]
-    ranks = [rank for rank in reached if records[rank]["near"] == mine["near"]]
-    if unreached := [rank for rank in here if rank not in reached]:
-        _log.warning(
-            "rank %s shares no weights with %s on this machine: another user, or a container with other process numbers "
-            "(--pid)",
-            group.rank,
-            numbers(unreached),
-        )
-    if elsewhere := [rank for rank in reached if rank not in ranks]:
+    ranks = [rank for rank in here if records[rank] == mine]
+    if others := {*here} - {*ranks}:
         single = len(ranks) < 2
         _log.log(
             logging.WARNING if single else logging.INFO,
-            "rank %s %s: %s %s near other memory nodes of this machine, and each node has a copy",
+            "rank %s %s: on this machine, %s are near other memory nodes, each of which has a copy, or of another user, or in a "
+            "container with other process numbers (--pid)",
             group.rank,
-            "keeps weights of its own" if single else f"shares its weights with {numbers(set(ranks) - {group.rank})}",
-            numbers(elsewhere),
-            "are" if len(elsewhere) > 1 else "is",
+            "keeps weights of its own" if single else f"shares its weights with {numbers({*ranks} - {group.rank})}",
+            numbers(others),
         )
     return tuple(ranks)
 
