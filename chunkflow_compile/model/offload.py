@@ -24,7 +24,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, cast_to, keep_dtype
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
-from chunkflow_compile.weights.node import node_of, refuse_to_meet
+from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
@@ -84,7 +84,7 @@ def offload(
             on_drive = for_the_drive(sizes, max(0, bound - beside))
     except BaseException as error:  # the other ranks of the group need not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
-            refuse_to_meet(share, _one_device(device, parameters), error)
+            report_absence(share, _one_device(device, parameters), error)
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:

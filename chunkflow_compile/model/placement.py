@@ -139,7 +139,7 @@ class Placement:
                     for names, tensor in todo:
                         self.store.add(names, tensor, loader)
                         moved(loader.work(names[0]))
-                    self.store.moved(loader)
+                    self.store.finish_move(loader)
                     if node is not None:
                         self.store.agree(node)
                 align(self.root)
@@ -159,7 +159,7 @@ class Placement:
             if todo:
                 give_free_memory_back()
                 how = "came after the model was placed, and such weights do not go to the drive"
-                self.store.entered(todo[-1][0][0], how)
+                self.store.warn_over_bound(todo[-1][0][0], how)
 
     def _let_fill(self) -> None:
         """Let each buffer that a module fills know how."""

@@ -317,7 +317,7 @@ class BoundCycle:
         now = buffer.drive or flat_bytes(buffer.host)
         if isinstance(now, DriveBytes) or isinstance(bound, DriveBytes):
             return now is not bound
-        return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.pins
+        return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
 
     def _make(self, site: CallSite, call: int) -> Executor:
         cycle, marks, placed = self.cycle, self._marks, self.calls[call]

@@ -107,8 +107,8 @@ class Session(CallSite):
         for fill in self._fills:
             fill()
         for store in () if again else self._stores:
-            if store.lent:
-                store.reclaim()
+            if store.exported:
+                store.mark_exported_dirty()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether the session can run on its weights as they are now; if not, a new session is needed.

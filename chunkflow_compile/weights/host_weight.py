@@ -25,7 +25,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
 from .host_buffer import HostBuffer
-from .undeclared import cannot_be_seen, declares, on_copies, settled
+from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -197,7 +197,7 @@ class HostWeight(torch.Tensor):
         device = kwargs.get("device")
         target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
-            self.buffer.copied(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
+            self.buffer.check_room_for_copy(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
@@ -212,7 +212,7 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            self.buffer.copied(self.host.nbytes)
+            self.buffer.check_room_for_copy(self.host.nbytes)
             with torch.inference_mode(False):
                 made = memo[id(self)] = like(
                     self, HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
@@ -372,7 +372,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
 
     found, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
     result = func(*found, **named)
-    settled(func, [values[id(weight)] for weight in written])
+    wait_for_collective(func, [values[id(weight)] for weight in written])
     for weight in written:
         if values[id(weight)].shape != weight.shape:
             _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")

@@ -133,22 +133,22 @@ def node_of(share: Any, device: torch.device) -> Node | None:
         return None
     # each memory node has its own copy: a GPU reads the other node's memory more slowly
     near = near_cpus(device)
-    return meet(group, ",".join(map(str, sorted(near))))
+    return rendezvous(group, ",".join(map(str, sorted(near))))
 
 
-def refuse_to_meet(share: Any, device: torch.device, error: BaseException) -> None:
+def report_absence(share: Any, device: torch.device, error: BaseException) -> None:
     """Tell the ranks that call :func:`node_of` why this one does not.  Does not wait for them."""
     if (group := group_to_share_in(share, device)) is not None:
         group.post(_PLACING, {"failed": _cause(error)})
 
 
-def meet(group: Group, near: str = "") -> Node | None:
+def rendezvous(group: Group, near: str = "") -> Node | None:
     """The node of this rank, None if it shares with no other.  All ranks of the group must call it.
 
     ``near``: the memory node to share on; ranks on others share among themselves.
     Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout.
     """
-    key = group.post(_PLACING, {"machine": _machine(), "container": _container(), "near": near})
+    key = group.post(_PLACING, {"machine": _machine(), "namespace": _pid_namespace(), "near": near})
     seconds = group.timeout.total_seconds()
     records = group.posted(key, seconds)
     if absent := group.missing(records):
@@ -185,8 +185,8 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
         single = len(ranks) < 2
         _log.log(
             logging.WARNING if single else logging.INFO,
-            "rank %s %s: on this machine, %s are near other memory nodes, each of which has a copy, or of another user, or in a "
-            "container with other process numbers (--pid)",
+            "rank %s %s: on this machine, %s are near other memory nodes, each of which has a copy, or of another user, or in "
+            "a container with other process numbers (--pid)",
             group.rank,
             "keeps weights of its own" if single else f"shares its weights with {numbers({*ranks} - {group.rank})}",
             numbers(others),
@@ -210,7 +210,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _container() -> str:
+def _pid_namespace() -> str:
     """The user, and the name space of process numbers: a file of another process can be opened where both are the same."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"

@@ -62,7 +62,7 @@ def cannot_be_seen(func: Any) -> bool:
     return func.namespace == "symm_mem" or func.name().partition(".")[0] in _UNSEEN
 
 
-def settled(func: Any, values: Sequence[torch.Tensor]) -> None:
+def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
     """Wait until a functional collective has written ``values``, which it may do after it returns."""
     if func.namespace == "_c10d_functional":
         for value in values:

@@ -17,6 +17,7 @@ from helpers import on_card
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.torch_cuda import register
+from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
@@ -81,14 +82,14 @@ class Ranked:
 def shared(rank: int, folder: str) -> None:
     found = Ranked(folder, rank, torch.bfloat16)
     buffers = found.buffers
-    assert buffers and all(buffer.shared is not None for buffer in buffers), "the default for a GPU"
+    assert buffers and all(buffer.where is Where.SHARED for buffer in buffers), "the default for a GPU"
     found.check(3)
     streamed = found.streamed
     assert streamed and all(buffer.pinned for buffer in buffers if buffer.name in streamed)
     if rank == 1:
         found.change_a_weight()
     found.check(3)
-    private = [buffer for buffer in buffers if buffer.shared is None]
+    private = [buffer for buffer in buffers if buffer.where is not Where.SHARED]
     assert len(private) == rank and all(buffer.pinned for buffer in private)
     found.end()
 

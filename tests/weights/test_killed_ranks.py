@@ -26,6 +26,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights import loader
+from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.source import DriveBytes
@@ -35,7 +36,7 @@ WHO = ((0,), (1,), (0, 1))
 
 
 def shared(model: nn.Module) -> bool:
-    return any((buffer := buffer_of(p)) is not None and buffer.shared is not None for p in model.parameters())
+    return any((buffer := buffer_of(p)) is not None and buffer.where is Where.SHARED for p in model.parameters())
 
 
 def run_all(work: Callable[..., None], *args: Any, ranks: int = 2) -> list[int | None]:
@@ -141,7 +142,7 @@ SHORT = (((0,), "compare"), ((0,), "drive"))
 def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
     nothing_is_left(run_all(killed_at, str(tmp_path), who, when), who, tmp_path)
     if when == "compare":
-        assert max(int(p.read_text()) for p in tmp_path.glob("taken*")) > 32 << 10, "there was something to return"
+        assert max(int(p.read_text()) for p in tmp_path.glob("taken*")) > 8 << 10, "there was something to return"
 
 
 class Meeting(nn.Module):

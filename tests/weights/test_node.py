@@ -25,10 +25,11 @@ from test_killed_ranks import run_all
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import groups, node
+from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.groups import Group
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.mapping import Descriptor, memory_file
-from chunkflow_compile.weights.node import Node, meet, node_of
+from chunkflow_compile.weights.node import Node, node_of, rendezvous
 
 SIZE = Size(layers=1)
 LEAST = 1024
@@ -54,7 +55,7 @@ def ranks_meet(near: list[str], store: Any = None, **of_rank: Callable[[int], An
 
     def work(rank: int) -> Node | None:
         current.rank = rank
-        return meet(Group(store, rank, ranks, timedelta(seconds=WITHIN)), near[rank])
+        return rendezvous(Group(store, rank, ranks, timedelta(seconds=WITHIN)), near[rank])
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(near)) as threads:
         for name, value in of_rank.items():
@@ -91,7 +92,7 @@ def test_ranks_that_are_near_share(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert warning == f"rank 4 keeps weights of its own: on this machine, ranks 0, 1, 2, 3 are {why}"
     caplog.clear()
-    assert ranks_meet(["0-7", "0-7"], _container=lambda rank: f"0 pid:[{rank}]") == [None, None]
+    assert ranks_meet(["0-7", "0-7"], _pid_namespace=lambda rank: f"0 pid:[{rank}]") == [None, None]
     assert said(caplog) == [
         f"rank {rank} keeps weights of its own: on this machine, rank {1 - rank} are {why}" for rank in range(2)
     ]
@@ -101,7 +102,7 @@ def test_a_rank_that_was_absent_meets_the_others_the_next_time(monkeypatch: pyte
     store = dist.HashStore()
 
     def come(rank: int) -> Node | None:
-        return meet(Group(store, rank, (0, 1, 2), timedelta(seconds=20)))
+        return rendezvous(Group(store, rank, (0, 1, 2), timedelta(seconds=20)))
 
     def in_vain(clock: OwnClock, rank: int) -> None:
         with pytest.raises(ChunkflowError, match=r"Rank 1 did not place the model within 20 s.*Pass share=False"):
@@ -145,7 +146,9 @@ def test_an_interrupted_rank_waits_for_none() -> None:
     with pytest.raises(KeyboardInterrupt):
         leaves(nodes[1], interrupt)
     for n, error in zip(nodes[::2], together(nodes[::2], lambda n: leaves(n, interrupt)), strict=True):
-        assert re.match(rf"One of ranks 0, 1, 2 has ended, .* placed: rank {n.rank} lost it \(.*start all of", str(error))
+        assert re.match(
+            rf"One of ranks 0, 1, 2 has ended, .* placed: rank {n.rank} lost it \(.*start all of", str(error)
+        )
 
 
 def test_a_store_that_has_ended() -> None:
@@ -156,7 +159,7 @@ def test_a_store_that_has_ended() -> None:
     with pytest.raises(
         ChunkflowError, match=r"store .* cannot be reached \(DistNetworkError: Connection reset by peer"
     ):
-        meet(Group(store, 0, (0, 1), timedelta(seconds=WITHIN)))
+        rendezvous(Group(store, 0, (0, 1), timedelta(seconds=WITHIN)))
 
 
 def test_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +201,7 @@ def one_fails_early(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     for _ in range(3):  # the next time is no worse for it
         offload(model, min_bytes=LEAST, share=True)
-        assert buffer_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
+        assert buffer_of(model.get_parameter("proj_out.weight")).where is Where.SHARED  # type: ignore[union-attr]
         restore(model)
     assert len(dist.distributed_c10d._world.pg_names) == groups_before, "the node's group has ended"
     assert len(os.listdir("/proc/self/task")) <= threads + 1
@@ -212,7 +215,7 @@ def in_a_group_of(rank: int, folder: str) -> None:
     dist.init_process_group(init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     assert dist.get_backend() not in ("gloo", "nccl")
     model = offload(small_model("wan", SIZE), min_bytes=LEAST, share=True)
-    assert buffer_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
+    assert buffer_of(model.get_parameter("proj_out.weight")).where is Where.SHARED  # type: ignore[union-attr]
     dist.barrier()
     os._exit(0)
 

@@ -25,7 +25,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.weights.backing import FileSlice
+from chunkflow_compile.weights.backing import FileSlice, Where
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import CheckpointReader
 from chunkflow_compile.weights.drive import Scratch
@@ -56,7 +56,7 @@ def memfds() -> int:
 
 
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, buffer in buffers(model).items() if buffer.shared is not None}
+    return {name for name, buffer in buffers(model).items() if buffer.where is Where.SHARED}
 
 
 def large(model: nn.Module) -> set[str]:
@@ -260,7 +260,7 @@ def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None
 def sealed(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
     offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = buffers(model)["0.weight"].shared._descriptor.number  # type: ignore[union-attr]
+    number = buffers(model)["0.weight"]._backing._descriptor.number  # type: ignore[union-attr]
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
     for size in (0, 1 << 20):
@@ -327,10 +327,10 @@ def beside_the_drive(rank: int, file: str, dtype: torch.dtype | None) -> None:
     assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(found)
     # buffers are shared too, and each begins at a page
     one, other = found[min(memory)], found[min(drive)]
-    assert one.shared is not None and other.scratch == (dtype is not None)
+    assert one.where is Where.SHARED and other.scratch == (dtype is not None)
     placed = [buffer for buffer in one.store.buffers if buffer.drive is None]
     assert sum(buffer.nbytes for buffer in placed) <= budget
-    held = os.fstat(one.shared._descriptor.number).st_size
+    held = os.fstat(one._backing._descriptor.number).st_size
     assert held == sum(whole_pages(buffer.nbytes) for buffer in placed) and memfds() == 1
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin)
