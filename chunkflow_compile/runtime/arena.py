@@ -22,9 +22,8 @@ from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.host_store import pin_all, ring_of
+from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.progress import moving
-from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
@@ -66,7 +65,6 @@ class Binding:
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
     ``state``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
     ``marks``: the marks of the copies, if they were computed already.
-    ``ring``: of the ranks that share the weights on the drive, if they are all of one model.
     """
 
     arena: Arena
@@ -75,7 +73,6 @@ class Binding:
     hosts: Mapping[str, Source]
     state: SlotState | None = None
     marks: Arrivals | None = None
-    ring: SharedRing | None = None
 
 
 class Arena:
@@ -97,9 +94,6 @@ class Arena:
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
         self.most: int | None = None  # bytes of weights, of all models together; None for the sum of their budgets
         self._make = make
-        self._calls = 0  # so far
-        # the ranks of a process group -> how many calls they have met in, and which call was the newest of them
-        self._met: dict[tuple[int, ...], tuple[int, int]] = {}
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
@@ -112,18 +106,6 @@ class Arena:
         self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
         self.cycles: Learnt | None = None  # what the tenants run as cycles (cycles.py)
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
-
-    def called(self, groups: Collection[tuple[int, ...]]) -> None:
-        """Count a call, in which this rank meets those of each of ``groups``."""
-        self._calls += 1
-        for group in groups:
-            count, _ = self._met.get(group, (0, 0))
-            self._met[group] = count + 1, self._calls
-
-    def number(self, ranks: Collection[int]) -> Number:
-        """The number of the newest call, the same on all of ``ranks``: it counts the calls in which all of them met."""
-        met = [found for group, found in self._met.items() if set(group).issuperset(ranks)]
-        return sum(count for count, _ in met), self._calls - max((newest for _, newest in met), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +160,7 @@ class Arena:
         state = self._states.get(placement)
         if state is None:
             state = self._states[placement] = SlotState(self.streams, len(marks.marked))
-        return Binding(self, values, slots, hosts, state, marks, ring_of(buffers[name] for name in slots))
+        return Binding(self, values, slots, hosts, state, marks)
 
     def keep(
         self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
@@ -240,11 +222,6 @@ class Arena:
             rate = 0.0 if self._kind.link is None else self._kind.link.drive
             self._reader = ReadAhead(self.streams.pin, rate, self.streams.clock)
         return self._reader
-
-    def alone(self) -> None:
-        """Let copies wait for no other rank any more: a call has failed, or the reader is about to stop."""
-        if self._reader is not None:
-            self._reader.alone()
 
     @property
     def tenants(self) -> Sequence[CallSite]:
@@ -342,7 +319,6 @@ class Arena:
                 self.cycles.close()
                 self.cycles = None
             if not self._tenants and self._streams is not None:
-                self.alone()  # the streams close when their copies have ended
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
                 self._states.clear()  # a program that was closed may still hold one, with events of these streams

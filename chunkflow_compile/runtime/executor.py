@@ -29,21 +29,18 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, border
 from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.weights.groups import ranks_of
-from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 
 from .arena import Binding, SlotState
 from .instructions import Cost, Issue, Issuer, Step
 from .measurement import StepMeasurement, no_seconds
-from .read_thread import Order
+from .read_ahead import Order
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,6 @@ class Executor:
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
-        ring = binding.ring
-        self._ring = ring if ring is not None and _in_step(self.cycle, ring.ranks) else None
         self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
         self._streams = bool(program.plan.streamed)
         self._cold: _Cold | None = None  # made when it is needed: few calls of a cycle ever begin a turn
@@ -119,7 +114,6 @@ class Executor:
             step = self.enqueue(args)
             self.device.deliver()
         except BaseException:
-            self.binding.arena.alone()
             self.forget()
             raise
         return step.outputs
@@ -140,8 +134,6 @@ class Executor:
         # a program that streams nothing leaves the arena to the others
         if self._streams and (self.written or not ready):
             self._prime(step, ready)
-        if ready and self._ring is not None and self._issuer.on_drive:
-            self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
         self.state.next = None
         for issue in self._instructions:
             issue(step)
@@ -184,8 +176,6 @@ class Executor:
             self.binding.arena.holder = None
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
-        if self._issuer.on_drive and holds:
-            self.binding.arena.alone()  # the reader stops below, and no rank is waited for until then
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
@@ -220,7 +210,7 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.order.repeated and not ready:
-            copy.run(partial(arena.reader.reset, cold.order, self.cycle.plan.drive_rate, self._number(), self._ring))
+            copy.run(partial(arena.reader.reset, cold.order, self.cycle.plan.drive_rate))
         for weight, target, source in kept:
             self._issuer.copy(step, target, source, f"keep {weight}")
             self._issuer.mark(weight)
@@ -234,18 +224,13 @@ class Executor:
         state.versions, self.written = versions, {}
         step.cost.primed, step.cost.moved = step.cost.moved, 0
 
-    def _number(self) -> Number:
-        """The number of this call among the ranks that share the weights."""
-        return self.binding.arena.number(() if self._ring is None else self._ring.ranks)
-
     def _make_cold(self) -> _Cold:
         found = border(self.cycle, self.call)
         ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
         prefetches = [(p.weight, self._issuer.prefetch(p, n)) for p, n in ops]
         reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
         first, repeated = ([self._issuer.reading(op).source for op in ops] for ops in (reads.first, reads.repeated))
-        plan = "" if self._ring is None else repr(self.cycle.plan.placement)
-        return _Cold(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin, plan))
+        return _Cold(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin))
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
@@ -256,9 +241,3 @@ class Executor:
                     begin, end = plan.span(weight, run.first, run.end)
                     slot, host = self.binding.slots[weight.name], self.binding.hosts[weight.name]
                     yield weight.name, slot[begin:end], host[begin:end]
-
-
-def _in_step(cycle: Cycle, ranks: Sequence[int]) -> bool:
-    """Whether the collectives of a cycle keep ``ranks`` in step: all of them meet in one, so each finds the same."""
-    graphs = [call.module.graph for call in cycle.calls if call.problem.collectives]
-    return any(set(ranks_of(name)).issuperset(ranks) for graph in graphs for name in group_names(graph))

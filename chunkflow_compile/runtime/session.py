@@ -17,11 +17,9 @@ from torch import nn
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
-from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 
@@ -62,7 +60,6 @@ class Session(CallSite):
         self._weights = [weakref.ref(life, died) for buffer in self.buffers.values() if (life := buffer.life)]
         self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
         self._gone.atexit = False
-        self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
         self._called = self._name()
         with arena.lock():
             if code.verified:
@@ -151,7 +148,6 @@ class Session(CallSite):
             arena.refuse_inside()
         if arena.outdated:
             arena.close_outlived()
-        arena.called(self._groups)
         in_cycle = None if self.key is None else self.cycles.executor(self)
         executor = in_cycle or self.alone.begin(self, 0)
         arena.running = os.getpid(), self._called

@@ -22,7 +22,6 @@ from .backing import Backing, FileSlice, SharedMemory
 from .bytes import alias, flat_bytes
 from .counts import Counts
 from .limits import Room, no_room
-from .shared_ring import SharedRing
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
@@ -49,7 +48,6 @@ class Store(Protocol):
     device: torch.device
     pins: bool
     turn: tuple[int, int] | None
-    ring: SharedRing | None
     counts: Counts
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,6 @@ from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .progress import moving
-from .shared_ring import SharedRing
 from .staging import GpuStagings
 
 
@@ -37,7 +36,7 @@ class HostStore:
     after pinning failed once.
     ``counts``: of its programs.  ``lent``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
-    that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
+    that share the weights, and their number.
     """
 
     _root: weakref.ref[nn.Module]
@@ -46,7 +45,6 @@ class HostStore:
     pins: bool = True
     bound: int | None = None
     turn: tuple[int, int] | None = None
-    ring: SharedRing | None = None
     agreed: int | None = None
     counts: Counts = field(default_factory=Counts)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
@@ -143,17 +141,11 @@ class HostStore:
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
-        self.ring = None
 
     def agree(self, node: Node) -> None:
-        """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
+        """Decide with the ranks that share the weights how much each pins."""
         self.turn = node.ranks.index(node.rank), len(node.ranks)
-        together = SharedRing.works_here() and any(buffer.drive is not None for buffer in self.buffers)
-        gathered = node.gather([self._pinnable(host_memory()), together])
-        self.agreed = min(most for most, _ in gathered)
-        if self.ring is None and all(each for _, each in gathered):
-            file = node.share(SharedRing.made() if node.leads else None)
-            self.ring = SharedRing(file, node.rank, node.ranks, node.seconds)
+        self.agreed = min(node.gather(self._pinnable(host_memory())))
 
     def reclaim(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
@@ -285,12 +277,6 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
         if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
             buffer.store.pageable(buffer, rooms[buffer.store].why)
     return all(buffer.pinned for buffer in buffers)
-
-
-def ring_of(buffers: Iterable[HostBuffer]) -> SharedRing | None:
-    """The ring in which weights on the drive may be read for all ranks; None if they are of several models, or of none."""
-    stores = {id(buffer.store): buffer.store for buffer in buffers if buffer.drive is not None}
-    return next(iter(stores.values())).ring if len(stores) == 1 else None
 
 
 @contextlib.contextmanager

@@ -141,12 +141,6 @@ class DriveBytes:
         """Read them beside the page cache, see :meth:`WeightFile.read_beside`."""
         return self.file.read_beside(memory, self.offset, self.nbytes)
 
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
-        status = os.fstat(self.file.descriptor.number)
-        return status.st_dev, status.st_ino, self.offset, self.nbytes
-
     def mapped(self) -> torch.Tensor:
         """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""
         found = map_file(self.file.descriptor, self.nbytes, mmap.MAP_PRIVATE, self.offset)

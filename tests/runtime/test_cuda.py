@@ -34,8 +34,7 @@ from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
-from chunkflow_compile.runtime.read_thread import Order
+from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.host_store import HostStore

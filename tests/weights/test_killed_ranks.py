@@ -171,7 +171,7 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str, wo
     """Ranks of the first group that meets are killed when they pin shared weights, or in a step.  The other rank of the group
     raises and restores them, and another group, which shares the weights, goes on.
 
-    Half of the weights are in memory, and half on the drive, which the first rank reads for all.
+    Half of the weights are in memory, and half on the drive.
     """
     timeout = timedelta(seconds=WITHIN)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timeout)
