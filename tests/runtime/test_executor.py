@@ -42,7 +42,7 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
         run(torch.randn(4, 8))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(executor, "_instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
-            patch.setattr(executor.binding.arena, "alone", interrupt)
+            patch.setattr(executor, "forget", interrupt)
             run(torch.randn(4, 8))
         check_steps(run, twin, 1)
 
