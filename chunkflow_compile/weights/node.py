@@ -185,8 +185,8 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
         single = len(ranks) < 2
         _log.log(
             logging.WARNING if single else logging.INFO,
-            "rank %s %s: on this machine, %s are near other memory nodes, each of which has a copy, or of another user, or in "
-            "a container with other process numbers (--pid)",
+            "rank %s %s: on this machine, %s are near other memory nodes, each of which has a copy, or of another user, or "
+            "in a container with other process numbers (--pid)",
             group.rank,
             "keeps weights of its own" if single else f"shares its weights with {numbers({*ranks} - {group.rank})}",
             numbers(others),
