@@ -41,6 +41,7 @@ from chunkflow_compile.frontend.frame import (
     warn_if_no_module_holds,
     weights_and_modules,
 )
+from chunkflow_compile.frontend.module_search import blocks_around
 from chunkflow_compile.frontend.stores import index_of, move_weights, start_session
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
@@ -78,7 +79,7 @@ from chunkflow_compile.runtime.runner import HostConstants, Runner
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.modules import ModelIndex, blocks_around
+from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.streamable import refuse_fully_sharded
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
 from chunkflow_compile.frontend.frame import warn_if_no_module_holds
+from chunkflow_compile.frontend.module_search import index_around
 from chunkflow_compile.model.placement import Placement, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
@@ -38,7 +39,7 @@ def index_of(
     if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
         names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
-    index = ModelIndex.around(parameters, near, min_bytes if least is None else least)
+    index = index_around(parameters, near, min_bytes if least is None else least)
     return index, least if any(p.root is index.root for p in placements) else None
 
 
@@ -112,4 +113,4 @@ def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
 def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None, min_bytes: int) -> ModelIndex:
     if seen is not None and (index := ModelIndex.of(seen)).covers(parameters):
         return index
-    return ModelIndex.around(parameters, min_bytes=min_bytes)
+    return index_around(parameters, min_bytes=min_bytes)

@@ -17,6 +17,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
+from chunkflow_compile.model.compile_progress import CompileProgress
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
@@ -31,7 +32,7 @@ from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.modules import filled_by
 from chunkflow_compile.weights.node import Node
-from chunkflow_compile.weights.progress import CompileProgress, moving
+from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.session import Session
@@ -127,6 +128,7 @@ class Placement:
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
+            self.store.refuse_aliases(p for _, p in todo)
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
             loader: WeightLoader | None = None

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from .backing import Where
 from .counts import Counts
 from .host_buffer import HostBuffer, HostReader
 from .host_weight import HostWeight, become, like
-from .leaves import leaves_of
+from .leaves import leaves_of, named_leaves
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
@@ -75,6 +75,19 @@ class HostStore:
     @property
     def pinned_bytes(self) -> int:
         return sum(h.nbytes for h in self.buffers if h.pinned)
+
+    def refuse_aliases(self, weights: Iterable[torch.Tensor]) -> None:
+        """Raise ChunkflowError if one of ``weights`` has the memory of another weight of the model, which programs read."""
+        added = {id(w.buffer): w for w in weights if isinstance(w, HostWeight) and w.buffer.is_alive_in(self)}
+        held = [*named_leaves(self.root)] if added and self.root is not None else []
+        for name, leaf in held:
+            weight = added.get(id(leaf.buffer)) if isinstance(leaf, HostWeight) else None
+            if weight is not None and leaf is not weight:
+                new = next((other for other, t in held if t is weight), "A weight")
+                raise ChunkflowError(
+                    f"{new} has the memory of {name}, which is offloaded: assign that parameter itself, or a clone of it, or "
+                    "call chunkflow_compile.restore(model) first."
+                )
 
     def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> None:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.

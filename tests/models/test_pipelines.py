@@ -74,7 +74,7 @@ def test_a_pipeline(
     most = list[int]()
     printed = capsys.readouterr().out
     assert all(n in printed for n in models(pipe))
-    caplog.set_level(logging.INFO, "chunkflow_compile.weights.progress")
+    caplog.set_level(logging.INFO, "chunkflow_compile.model.compile_progress")
     placement_of(pipe.transformer).progress.now = OwnClock(tick=2.0).now
     for phase in budget.phases:
         large = [t for t in phase.weights if t.nbytes >= MIN_BYTES]
