@@ -55,9 +55,11 @@ from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.lowering.warm_up import warm_up
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.offload import large_weights, refuse_accelerate
 from chunkflow_compile.model.placement import Placement, placement_of, placements_around
 from chunkflow_compile.model.plan_cache import DiskPlans
+from chunkflow_compile.model.streamable import refuse_fully_sharded
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
@@ -79,8 +81,6 @@ from chunkflow_compile.runtime.runner import HostConstants, Runner
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.modules import ModelIndex
-from chunkflow_compile.weights.streamable import refuse_fully_sharded
 
 _log = logging.getLogger(__name__)
 

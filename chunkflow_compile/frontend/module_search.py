@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
-from chunkflow_compile.weights.modules import ModelIndex
 
 
 def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:

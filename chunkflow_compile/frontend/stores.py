@@ -11,6 +11,7 @@ from torch._dynamo.convert_frame import compile_lock
 
 from chunkflow_compile.frontend.frame import warn_if_no_module_holds
 from chunkflow_compile.frontend.module_search import index_around
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.placement import Placement, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
@@ -19,7 +20,6 @@ from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
-from chunkflow_compile.weights.modules import ModelIndex
 
 
 def index_of(

@@ -11,7 +11,9 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
+from chunkflow_compile.model.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.runtime.device import check_device
@@ -23,10 +25,9 @@ from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, cast_to, keep_dtype
-from chunkflow_compile.weights.modules import ModelIndex, hooks_of
+from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.staging import GpuStagings
-from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.bound_cycle import BoundCycle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -25,29 +25,16 @@ def stream_inside() -> bool:
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Each tensor with bytes, and its name: that of the weight and the attributes on the way, ``weight.qdata``."""
-    return (found for found in _parts(tensor, name) if isinstance(found[1], torch.Tensor))
+    return (found for found in parts(tensor, name) if isinstance(found[1], torch.Tensor))
 
 
-def unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
-    """A part of a tensor subclass that torch.compile does not take: neither a tensor nor an opaque object of torch's."""
-    taken = (torch.Tensor, *_opaque())
-    return next((found for found in _parts(tensor, name) if not isinstance(found[1], taken)), None)
-
-
-def _parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
+def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
     """What is inside a tensor subclass, at any depth, or the tensor itself; the DeviceMesh of a DTensor is a part too."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, attribute), f"{name}.{attribute}")
-
-
-def _opaque() -> tuple[type, ...]:
-    """The bases of torch's opaque objects: one name in torch 2.13, another from 2.14 on, none in 2.11."""
-    names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
-    found = (getattr(getattr(torch, module, None), name, None) for module, name in names)
-    return tuple(base for base in found if base is not None)
+        yield from parts(getattr(tensor, attribute), f"{name}.{attribute}")
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -142,25 +129,3 @@ def _held_by(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.{attribute}", value
         elif type(value) is type(state):  # the scales of the scales
             yield from _held_by(value, f"{name}.{attribute}")
-
-
-def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The ids of the tensors that have bytes of memory in common with another one."""
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    for tensor in {id(t): t for t in tensors}.values():
-        strided = tensor.layout == torch.strided and not tensor.is_nested
-        if isinstance(tensor, HostWeight) or not strided or not tensor.numel():
-            continue
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        storage = tensor.untyped_storage()._cdata
-        spans.setdefault(storage, []).append((begin, begin + int(reach) * tensor.element_size(), id(tensor)))
-    found: set[int] = set()
-    for of_one in spans.values():
-        end, last = -1, 0
-        for begin, stop, number in sorted(of_one):
-            if begin < end:
-                found.update((last, number))
-            if stop > end:
-                end, last = stop, number
-    return frozenset(found)
