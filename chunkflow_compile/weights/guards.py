@@ -28,9 +28,10 @@ from torch.utils.hooks import RemovableHandle
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
+from .exchange import become
 from .host_buffer import HostBuffer, buffer_of
 from .host_store import HostStore
-from .host_weight import HostWeight, become, like, with_index
+from .host_weight import HostWeight, like, with_index
 from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 

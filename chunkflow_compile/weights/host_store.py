@@ -18,8 +18,9 @@ from chunkflow_compile.units import size
 
 from .backing import Where
 from .counts import Counts
+from .exchange import become
 from .host_buffer import HostBuffer, HostReader
-from .host_weight import HostWeight, become, like
+from .host_weight import HostWeight, like
 from .leaves import leaves_of, named_leaves
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -24,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
+from .exchange import STATE
 from .host_buffer import HostBuffer
 from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
 
@@ -45,39 +43,8 @@ _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 
-def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
-
-    As torch.utils.swap_tensors, which refuses a tensor with weak references, such as a user's.  The attributes that users
-    have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
-    """
-    own = {name: value for name, value in tensor.__dict__.items() if name not in _STATE}
-    theirs = {**own, **other.__dict__}
-    mine, kinds = dict(tensor.__dict__), (type(tensor), type(other))
-    steps = (
-        partial(torch._C._swap_tensor_impl, tensor, other),
-        partial(setattr, tensor, "__class__", kinds[1]),
-        partial(setattr, other, "__class__", kinds[0]),
-        partial(setattr, tensor, "__dict__", theirs),
-        partial(setattr, other, "__dict__", mine),
-    )
-    try:
-        try:
-            deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # from the first step, which changes nothing then; what refers to it may be garbage
-            gc.collect()
-            deque(map(partial.__call__, steps), maxlen=0)
-    except RuntimeError as error:
-        raise ChunkflowError(
-            f"A weight of shape {list(tensor.shape)} cannot be moved, because something refers to it weakly ({error}), as a "
-            "profile with record_shapes, profile_memory or with_stack does that has recorded an op on it. Delete the profile "
-            "first, and place and restore the model outside of one."
-        ) from error
-
-
-# Attributes of a HostWeight that come with its values, and the one that stays with the tensor.
-_STATE = {"host", "buffer", "kind", "_is_param"}
-_OWN = {*_STATE, "life"}
+# Attributes of a HostWeight, of which one stays with the tensor when its values are exchanged.
+_OWN = {*STATE, "life"}
 
 
 class HostWeight(torch.Tensor):
@@ -253,6 +220,20 @@ class HostWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        """Give the weight other memory.
+
+        =================================  ==========================  =====================
+        ``value``                          its host memory             its buffer
+        =================================  ==========================  =====================
+        the same view (``p.data += x``)    as before                   as before
+        another view of its own memory     that view, made private     as before
+        a weight on the same device        that of the other weight    the other weight's
+        a tensor on the CPU                that of the tensor          a new one
+        a tensor on another device         a copy                      a new one
+        one that is not :func:`ordinary`   a copy                      a new one
+        of another class or layout         refused
+        =================================  ==========================  =====================
+        """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
             _refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
         if isinstance(value, HostWeight) and value.device == self.device:

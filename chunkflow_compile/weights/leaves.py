@@ -12,7 +12,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .host_weight import HostWeight, become
+from .exchange import become
+from .host_weight import HostWeight
 
 
 def stream_inside() -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from .backing import Backing, FileSlice
+from .backing import FileSlice
 from .bytes import alias, ordinary
 from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch
@@ -104,7 +104,7 @@ class WeightLoader:
         if weight.drive:
             self._shared.keep(name, self._filled(weight, values))
         else:
-            self._fill(self._shared.pages(name).host, weight, values)
+            self._fill(self._shared.backing(name).host, weight, values)
         return None if self.in_file(name) else self._joined(self._shared, weight)
 
     def in_file(self, name: str) -> bool:
@@ -123,8 +123,7 @@ class WeightLoader:
         """
         assert self._shared is not None
         weight, values = self._weights[name], alias(tensor)
-        written = self._shared.kept(name) if weight.drive else self._shared.pages(name)
-        if self._shared.same(name, written.host, values):
+        if self._shared.same(name, values):
             return self._joined(self._shared, weight)
         if not weight.drive:
             check_room(weight.takes)  # another copy than was planned
@@ -137,7 +136,7 @@ class WeightLoader:
 
     def _joined(self, shared: SharedPages, weight: LoadRequest) -> HostBuffer:
         """The memory of a weight that ranks share and have written."""
-        backing: Backing = shared.kept(weight.name) if weight.drive else shared.pages(weight.name)
+        backing = shared.backing(weight.name)
         self._kept.add(weight.name)
         return HostBuffer(backing.host, backing)
 

@@ -22,7 +22,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-from .backing import FileSlice, SharedMemory
+from .backing import Backing, SharedMemory
 from .bytes import as_weight, same_bits
 from .drive import Scratch
 from .limits import check_room
@@ -65,16 +65,18 @@ class LoadRequest:
     def nbytes(self) -> int:
         return self.like.nbytes
 
-    def manifest(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        part = (
-            None
-            if self.part is None
-            else [self.part.file.name, self.part.file.stamp, self.part.offset, self.part.nbytes]
-        )
-        shard = None if self.shard is None else [*self.shard]
-        kind = [self.name, [*self.like.shape], [*self.like.stride()], str(self.like.dtype), self.drive, shard]
-        return {"as": kind, "from": [part, str(self.read_as)]}
+    @property
+    def kind(self) -> str:
+        """Equal on ranks that can share it."""
+        shape, strides = [*self.like.shape], [*self.like.stride()]
+        return repr((self.name, shape, strides, self.like.dtype, self.drive, self.shard and [*self.shard]))
+
+    @property
+    def source(self) -> list[Any] | None:
+        """The part of a file that it is, and how it is read, as JSON holds it; equal on two ranks if its values are."""
+        if (part := self.part) is None:
+            return None
+        return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
 
 
 class SharedPages:
@@ -87,23 +89,17 @@ class SharedPages:
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
         """All ranks create it, each with its own weights.  Raises ChunkflowError if there is no room, or one has ended."""
         self._node = node
-        self.writes: set[str] = set()
         self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # and where each begins in the scratch file
-        self._in_one_file: set[str] = set()
         self._differ: list[str] = []
-        manifests = node.gather([w.manifest() for w in wanted])
-        sources: dict[str, list[Any]] = {}
-        for manifest in manifests:
-            for weight in manifest:
-                sources.setdefault(repr(weight["as"]), []).append(weight["from"])
+        mine = {w.kind: w for w in wanted}
+        whole = sum(w.shard is None for w in wanted)  # which ranks are expected to have in common
+        reports = node.gather([whole, [(kind, w.source) for kind, w in mine.items()]])
+        sources = [dict(each) for _, each in reports]
         # in the order of the first rank; a weight of other sizes elsewhere, or of some ranks only, stays private
-        order = [repr(w["as"]) for w in manifests[0]]
-        mine = {repr(w.manifest()["as"]): w for w in wanted}
-        common = [
-            mine[key] for key in order if key in mine and len(sources[key]) == len(manifests) and mine[key].nbytes
-        ]
-        if 2 * len([w for w in common if w.shard is None]) < max(map(_whole, manifests)):
+        kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
+        common = [mine[k] for k in kinds]
+        if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
             _log.warning(
                 "rank %s shares %s of its %s weights: another rank places another model. Ranks that share place the same "
                 "models in the same order; pass share=False for a model that only some have",
@@ -111,11 +107,9 @@ class SharedPages:
                 len(common),
                 len(wanted),
             )
-        for weight in common:
-            first, *others = sources[repr(weight.manifest()["as"])]
-            if first[0] and all(other == first for other in others):
-                self._in_one_file.add(weight.name)
-        self._assign(common)
+        first, *others = sources
+        self._in_one_file = {mine[k].name for k in kinds if first[k] and all(each[k] == first[k] for each in others)}
+        self.writes = self._assigned(common)
         if memory := [w for w in common if not w.drive]:
             self._share_memory(memory)
         if drive := [w for w in common if w.drive]:
@@ -146,48 +140,48 @@ class SharedPages:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        made = Scratch.made(places[-1]) if self._node.leads else None
+        own = Scratch.made(places[-1]) if self._node.leads else None
         # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
-        file = self._node.share(None if made is None else made.file.descriptor)
-        self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
+        file = self._node.share(None if own is None else own.file.descriptor)
+        self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if own is None else own.where)
 
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
         """Where each weight begins, on a page of its own, and the end."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
-    def _assign(self, weights: Sequence[LoadRequest]) -> None:
-        """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
+    def _assigned(self, weights: Sequence[LoadRequest]) -> frozenset[str]:
+        """The weights that this rank writes.
 
-        The leader also reads what it writes to the drive.
+        Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.  It also reads what
+        it writes to the drive.
         """
         ranks, done = self._node.ranks, 0
         split = {w.name for w in weights if w.name in self._in_one_file and not w.drive}
         total = sum(w.nbytes for w in weights if w.name in split)
+        writers = dict[str, int]()
         for weight in weights:
-            writer = ranks[0]
+            writers[weight.name] = ranks[0]
             if weight.name in split:
-                writer = ranks[min(len(ranks) * done // total, len(ranks) - 1)]
+                writers[weight.name] = ranks[min(len(ranks) * done // total, len(ranks) - 1)]
                 done += weight.nbytes
-            if writer == self._node.rank:
-                self.writes.add(weight.name)
+        return frozenset(name for name, writer in writers.items() if writer == self._node.rank)
 
-    def pages(self, name: str) -> SharedMemory:
-        """The pages of a weight that is shared in memory."""
-        return self._pages[name]
+    def backing(self, name: str) -> Backing:
+        """The pages of a weight, or its part of the scratch file once that is written."""
+        if name in self._pages:
+            return self._pages[name]
+        begin, weight = self._on_drive[name]
+        return self._scratch.kept(begin, weight.like)
 
     def keep(self, name: str, values: torch.Tensor) -> None:
         """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
         self._scratch.write(self._on_drive[name][0], values)
 
-    def kept(self, name: str) -> FileSlice:
-        """A weight in the scratch file, once it is written."""
-        begin, weight = self._on_drive[name]
-        return self._scratch.kept(begin, weight.like)
-
-    def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether ``values`` are those that were written to ``host``."""
-        equal = name in self.writes or name in self._in_one_file or _same_bytes(host, values)
+    def same(self, name: str, values: torch.Tensor) -> bool:
+        """Whether ``values`` are those that were written for a weight."""
+        written_alike = name in self.writes or name in self._in_one_file
+        equal = written_alike or _same_bytes(self.backing(name).host, values)
         if not equal:
             self._differ.append(name)
         return equal
@@ -211,11 +205,6 @@ class SharedPages:
         """Unmap the pages of all weights but those ``kept``."""
         for name in self._pages.keys() - kept:
             self._pages.pop(name).leave()
-
-
-def _whole(manifest: Sequence[Any]) -> int:
-    """The number of weights that are not parts, which ranks are expected to have in common."""
-    return sum(weight["as"][-1] is None for weight in manifest)
 
 
 def _some_of(names: Sequence[str]) -> str:

@@ -28,7 +28,8 @@ from chunkflow_compile import ChunkflowError, compile, offload, programs, restor
 from chunkflow_compile.model import streamable
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.weights.backing import Where
-from chunkflow_compile.weights.host_weight import HostWeight, become
+from chunkflow_compile.weights.exchange import become
+from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, stream_inside
 
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}

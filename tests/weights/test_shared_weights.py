@@ -25,7 +25,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.weights.backing import FileSlice, Where
+from chunkflow_compile.weights.backing import Backing, Where
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import CheckpointReader
 from chunkflow_compile.weights.drive import Scratch
@@ -212,19 +212,19 @@ def test_a_cycle_reads_what_its_rank_has_written(on_ranks: Callable[..., None], 
 
 def slow_leader(patch: pytest.MonkeyPatch) -> None:
     """The leader writes late, and each rank looks at once at what it gets."""
-    write, kept = Scratch.write, SharedPages.kept
+    write, backing = Scratch.write, SharedPages.backing
 
     def late(self: Scratch, *args: Any) -> None:
         time.sleep(0.02)
         write(self, *args)
 
-    def there(self: SharedPages, name: str) -> FileSlice:
-        found = kept(self, name)
-        assert found.bytes is not None and torch.equal(found.bytes.read_all(), flat_bytes(found.host))
-        return found
+    def there(self: SharedPages, name: str) -> Backing:
+        placed = backing(self, name)
+        assert placed.bytes is None or torch.equal(placed.bytes.read_all(), flat_bytes(placed.host))
+        return placed
 
     patch.setattr(Scratch, "write", late)
-    patch.setattr(SharedPages, "kept", there)
+    patch.setattr(SharedPages, "backing", there)
 
 
 def differs(rank: int, file: str, where: str) -> None:
