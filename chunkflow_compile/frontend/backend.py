@@ -80,7 +80,6 @@ from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.runner import HostConstants, Runner
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import buffer_of
-from chunkflow_compile.weights.host_weight import HostWeight
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def _lowered(
     found = weights_among(example_inputs, index)
     if not found:
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
-    compiled, made = _compiled(graph, example_inputs, chosen, index, placed, lower_to_aten)
+    compiled, made = _compiled(graph, example_inputs, chosen, index, placed)
     part = made.settings.part
     if part:
         guard_hooks()
@@ -137,31 +136,16 @@ def _lowered(
     return compiled
 
 
-def compile_layer(
-    graph: GraphModule, inputs: Sequence[torch.Tensor], layer: nn.Module, options: Mapping[str, Any]
-) -> Any:
-    """Compile the ATen graph of one layer of a model, which runs op by op.
-
-    ``inputs``: of the graph, its weights first.  ``options``: those of the backend.  Returns a function of such inputs, as a
-    list, to the outputs.  Raises as :func:`chunkflow`.
-    """
-    chosen = replace(parse_options(options), lowering="eager")
-    weights = [t for t in inputs if isinstance(t, (nn.Parameter, HostWeight))]
-    index, placed = index_of(weights, [layer], chosen.min_bytes)
-    return _compiled(graph, inputs, chosen, index, placed, lambda aten, given, compiler: compiler(aten, given))[0]
-
-
 def _compiled(
     graph: GraphModule,
     inputs: Sequence[Any],
     chosen: Options,
     index: ModelIndex,
     placed: int | None,
-    lower: Callable[[GraphModule, Sequence[Any], _MakeRunner], Any],
 ) -> tuple[Any, _MakeRunner]:
     """The compiled graph, and what made its program.
 
-    ``index``, ``placed``: as :func:`index_of` returns.  ``lower``: passes the ATen graph on.
+    ``index``, ``placed``: as :func:`index_of` returns.
     """
     min_bytes = chosen.min_bytes if placed is None else placed
     found = weights_among(inputs, index)
@@ -200,14 +184,13 @@ def _compiled(
         report=str if progress is None else progress.say,
     )
     with dynamo_timed("chunkflow.aot"):
-        compiled = _at_open_sizes(lower, graph, inputs, made, set() if placement is None else placement.fixed)
+        compiled = _at_open_sizes(graph, inputs, made, set() if placement is None else placement.fixed)
     if progress is not None:
         progress.compiled(p.name for p in parameters)
     return compiled, made
 
 
 def _at_open_sizes(
-    lower: Callable[[GraphModule, Sequence[Any], _MakeRunner], Any],
     graph: GraphModule,
     inputs: Sequence[Any],
     made: _MakeRunner,
@@ -220,7 +203,7 @@ def _at_open_sizes(
     names = tuple(p.name for p in made.parameters)
     if names not in fixed:
         try:
-            return lower(graph, inputs, made)
+            return lower_to_aten(graph, inputs, made)
         except InductorError as error:
             if not symbols_of([*inputs]):
                 raise
@@ -230,7 +213,7 @@ def _at_open_sizes(
     for value in inputs:
         if isinstance(value, torch.SymInt):
             int(value)  # adds the guard for this size
-    return lower(graph, inputs, made)
+    return lower_to_aten(graph, inputs, made)
 
 
 @dataclass(frozen=True, kw_only=True)

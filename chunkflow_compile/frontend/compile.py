@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -24,12 +25,13 @@ from chunkflow_compile.frontend.block_kinds import (
     caching_hook,
     calls_of_hooks,
     kinds_of,
+    layers_of,
     parts_of,
     repeated_blocks,
+    structure_of,
 )
 from chunkflow_compile.frontend.frame import guard_hooks
 from chunkflow_compile.frontend.guard_filter import needed
-from chunkflow_compile.frontend.layers import LayerForward, Replacement, layers_of
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.model.compile_progress import CompileProgress
 from chunkflow_compile.model.offload import offload
@@ -141,30 +143,30 @@ def compile_by_kind(
         placement.progress = CompileProgress(name, 1)
         _show_progress(model, placement.progress)
         return
-    parts = parts_of(model, blocks.values(), placement.min_bytes)
-    compiled = between_hooks(blocks, placement.min_bytes)
-    kinds = kinds_of(compiled)
+    kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
         _warn_of_counters(kind)
     layers, rest = dict[str, nn.Module](), dict[str, nn.Module]()
-    for path, part in parts.items():
-        found = layers_of(part, placement.min_bytes, path)
-        layers.update(found or {})
-        rest.update({path: part} if found is None else {})
+    for path, part in parts_of(model, blocks.values(), placement.min_bytes).items():
+        inside = layers_of(part, placement.min_bytes, path)
+        if inside is None:
+            rest[path] = part
+        else:
+            layers |= inside
     kinds += kinds_of(rest)
     said = ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
-    beside = f"; {', '.join(layers)} run op by op" if layers else ""
-    _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, beside)
-    for layer in layers.values():
-        layer.forward = LayerForward(layer, options)
+    op_by_op = f"; {', '.join(layers)} run op by op" if layers else ""
+    _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, op_by_op)
     for kind in kinds:
         for module in kind.members.values():
             _compile_module(module, options, dynamic, _with_hooks, levels)
-    placement.progress = CompileProgress(name, len(kinds) + len(layers))
+    for layer in layers.values():
+        _compile_module(layer, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
+    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(layers)))
     _show_progress(model, placement.progress)
 
 
-class Compiled(Replacement):
+class Compiled:
     """The compiled forward of a module that a caching hook calls.  ``eager``: the forward itself.
 
     When the hook is removed, diffusers makes this the forward of the module, and another hook may take it from there.
@@ -176,6 +178,10 @@ class Compiled(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The eager forward of the copy of the module."""
+        return copy.deepcopy(self.eager, memo)
 
 
 def uncompile(model: nn.Module) -> None:
@@ -192,7 +198,7 @@ def uncompile(model: nn.Module) -> None:
 
 def _eager(forward: Any) -> Any:
     """What is compiled; any other forward as it is."""
-    return forward.eager if isinstance(forward, Replacement) else forward
+    return forward.eager if isinstance(forward, Compiled) else forward
 
 
 class Opened:
@@ -263,27 +269,29 @@ def _compile_module(
         hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))
         return
     module.compile(**more)
-    if type(module).__module__.startswith("torch.nn."):
+    if type(module).forward.__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
-        called = _through(module._call_impl)
-        called.__code__ = _code_of_calls(type(module).forward)
-        module._compiled_call_impl = torch.compile(called, **more)
+        module._compiled_call_impl = torch.compile(_calling(module), **more)
     if opened and (call := module._compiled_call_impl) is not None:
         module._compiled_call_impl = Opened(call)
 
 
-def _through(call: Callable[..., Any]) -> FunctionType:
+def _calling(module: nn.Module) -> FunctionType:
+    """A function that calls a module, with one code for all modules of its structure."""
+    call = module._call_impl
+
     def called(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     assert isinstance(called, FunctionType)
+    called.__code__ = _copy(called.__code__, structure_of(module))
     return called
 
 
 @functools.cache
-def _code_of_calls(forward: Callable[..., Any]) -> CodeType:
-    """Code for the calls of modules that have one ``forward``: Dynamo finds, counts and keeps compilations by code."""
-    return _through(forward).__code__.replace()
+def _copy(code: CodeType, structure: object) -> CodeType:
+    """One copy of a code for each structure: Dynamo finds, counts and keeps compilations by code."""
+    return code.replace()
 
 
 def _warn_of_counters(kind: Kind) -> None:

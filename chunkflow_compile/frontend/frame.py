@@ -20,7 +20,6 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.frontend.module_search import held_by
 from chunkflow_compile.lowering.lower import Lowering
-from chunkflow_compile.model.compile_progress import forget_at_end
 from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -137,7 +136,8 @@ def guard_hooks() -> None:
 
     def ends(_: object) -> None:
         guarded.close()
-        forget_at_end(ends)
+        # a new list: the callbacks are called from the old one, and each must have its turn
+        callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != ends]
 
     callback_handler.register_end_callback(ends)
 

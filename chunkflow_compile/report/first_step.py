@@ -12,7 +12,6 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
     "placing weights": ("chunkflow.place",),
     "Dynamo": ("_compile.compile_inner", "-OutputGraph.call_user_compiler"),
     "AOTAutograd": ("chunkflow.aot", "-chunkflow.program"),
-    "layers without Dynamo": ("chunkflow.layer",),
     "discovery and cut": ("chunkflow.regions",),
     "planning": ("chunkflow.planned",),
     "rewriting and proof": ("chunkflow.rewritten", "chunkflow.verified"),
