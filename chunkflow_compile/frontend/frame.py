@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.frontend.module_search import held_by
 from chunkflow_compile.lowering.lower import Lowering
-from chunkflow_compile.model.index import ModelIndex
+from chunkflow_compile.model.index import ModelIndex, filled_by
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.declared import looks_like_communication
@@ -31,7 +31,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
-from chunkflow_compile.weights.modules import filled_by, hooks_of
+from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 

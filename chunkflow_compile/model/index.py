@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import named_leaves
-from chunkflow_compile.weights.modules import elements, filled_by
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,29 @@ class ModelIndex:
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
+
+
+def filled_by(root: nn.Module) -> dict[int, Any]:
+    """The buffers that a module of the model fills before programs read them, by id -> the module.
+
+    Its class names them in ``chunkflow_filled``, and ``fill()`` fills them.  They stream whatever their size, and each rank
+    has its own.
+    """
+    return {id(m._buffers[name]): m for m in root.modules() for name in getattr(type(m), "chunkflow_filled", ())}
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward, unlike a list of modules."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of each element of a list.  One that nothing calls, such as a list in a list, stands for its own."""
+    for name, child in module.named_children():
+        if is_called(child):
+            yield prefix + name, child
+        else:
+            yield from elements(child, f"{prefix}{name}.")
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from chunkflow_compile.model.index import ModelIndex
+from chunkflow_compile.model.index import ModelIndex, filled_by
 from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
 from chunkflow_compile.model.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -24,7 +24,7 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
-from chunkflow_compile.weights.loader import DtypeOf, cast_to, keep_dtype
+from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.staging import GpuStagings
@@ -206,6 +206,21 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
             f"offload casts to float32, float16 or bfloat16 of torch, not to {dtype!r}; for less, quantise the model."
         )
     return dtype
+
+
+def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
+    """As ``from_pretrained(torch_dtype=dtype)`` of diffusers: all floating-point weights of the state, except those that
+    the class of the model keeps in float32; and buffers that are filled before each call."""
+    kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
+    filled = filled_by(root)
+    known = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if name not in known or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            return tensor.dtype
+        return torch.float32 if kept & set(name.split(".")) else dtype
+
+    return of
 
 
 def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:

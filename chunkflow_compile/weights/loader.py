@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from .backing import FileSlice
 from .bytes import alias, ordinary
@@ -14,10 +13,8 @@ from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch
 from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus
-from .leaves import tensors_of
 from .limits import check_room, host_memory
 from .mapping import whole_pages
-from .modules import filled_by
 from .node import Node
 from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
@@ -210,18 +207,3 @@ class WeightLoader:
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     """Each weight keeps its dtype."""
     return tensor.dtype
-
-
-def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
-    """As ``from_pretrained(torch_dtype=dtype)`` of diffusers: all floating-point weights of the state, except those that
-    the class of the model keeps in float32; and buffers that are filled before each call."""
-    kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
-    filled = filled_by(root)
-    known = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
-
-    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        if name not in known or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            return tensor.dtype
-        return torch.float32 if kept & set(name.split(".")) else dtype
-
-    return of
