@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import named_leaves
+from chunkflow_compile.weights.leaves import leaves, named_leaves, tensors_of
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,24 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
             if stop > end:
                 end, last = stop, number
     return frozenset(found)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor.  Imports nothing: where there is one, its module has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Which part of its DTensor this rank has, for each tensor with bytes that is a part, by name.
+
+    A part is the rank's coordinates in those dimensions of the mesh that split the tensor.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors_of(root):
+        if is_distributed(tensor):
+            whole: Any = tensor
+            placed = zip(whole.device_mesh.get_coordinate() or (), whole.placements, strict=False)
+            if part := tuple(place for place, placement in placed if not placement.is_replicate()):
+                found.update((path, part) for path, _ in leaves(tensor, name))
+    return found

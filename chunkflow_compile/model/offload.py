@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from chunkflow_compile.model.index import ModelIndex, filled_by
+from chunkflow_compile.model.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
 from chunkflow_compile.model.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -23,7 +23,7 @@ from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
+from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.model.compile_progress import CompileProgress
-from chunkflow_compile.model.index import filled_by
+from chunkflow_compile.model.index import filled_by, shards_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
@@ -29,7 +29,7 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
+from chunkflow_compile.weights.leaves import align, leaves_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import moving
@@ -141,9 +141,7 @@ class Placement:
                     for names, tensor in todo:
                         self.store.add(names, tensor, loader)
                         moved(loader.work(names[0]))
-                    self.store.finish_move(loader)
-                    if node is not None:
-                        self.store.agree(node)
+                    self.store.finish_move(loader, node)
                 align(self.root)
                 self.guards.add()
                 self._let_fill()

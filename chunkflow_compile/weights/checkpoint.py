@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import alias, cast_alone, copy_host_bytes, flat_bytes
+from .bytes import cast_alone, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 from .mapping import PAGE
 from .source import DriveBytes, WeightFile
@@ -94,16 +94,6 @@ class Mappings:
                 at = ctypes.addressof(ctypes.c_char.from_buffer(page))
                 self._numbers[path] = next((m.inode for m in _mapped() if m.begin <= at < m.end), None)
         return self._numbers[path]
-
-
-def unread(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of those of ``tensors`` that still lie in the files that this process maps."""
-    mappings, parts = Mappings(), dict[int, DriveBytes]()
-    for tensor in tensors:
-        with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
-            if (part := mappings.part(alias(tensor))) is not None:
-                parts[id(tensor)] = part
-    return sum(part.nbytes for part in parts.values())
 
 
 class CheckpointReader:

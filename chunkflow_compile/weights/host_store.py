@@ -37,7 +37,7 @@ class HostStore:
     after pinning failed once.
     ``counts``: of its programs.  ``exported``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
-    that share the weights, and their number.
+    that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.
     """
 
     _root: weakref.ref[nn.Module]
@@ -107,14 +107,21 @@ class HostStore:
             else:
                 self._become(names, tensor, placed)
 
-    def finish_move(self, loader: WeightLoader) -> None:
-        """All weights have been added, on all ranks that share them."""
-        loader.wait()
+    def finish_move(self, loader: WeightLoader, node: Node | None) -> None:
+        """All weights have been added on this rank.  ``node``: the ranks that share them.
+
+        Raises ChunkflowError if another rank has ended or failed, or if there is no room for weights that differ.
+        """
+        if node is not None:
+            node.gather(None)  # until all have written their weights
         with torch.inference_mode(False), torch.no_grad():
             for names, tensor, buffer in self._pending:
                 self._become(names, tensor, buffer or loader.placed(names[0], tensor))
         self._pending.clear()
-        loader.report()
+        if node is not None:
+            loader.report()
+            self.turn = node.ranks.index(node.rank), len(node.ranks)
+            self.agreed = min(node.gather(self._pinnable(host_memory())))
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
@@ -157,11 +164,6 @@ class HostStore:
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
-
-    def agree(self, node: Node) -> None:
-        """Decide with the ranks that share the weights how much each pins."""
-        self.turn = node.ranks.index(node.rank), len(node.ranks)
-        self.agreed = min(node.gather(self._pinnable(host_memory())))
 
     def mark_exported_dirty(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, cast
@@ -36,27 +35,6 @@ def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
         return
     for attribute in tensor.__tensor_flatten__()[0]:
         yield from parts(getattr(tensor, attribute), f"{name}.{attribute}")
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor.  Imports nothing: where there is one, its module has been imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Which part of its DTensor this rank has, for each tensor with bytes that is a part, by name.
-
-    A part is the rank's coordinates in those dimensions of the mesh that split the tensor.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors_of(root):
-        if is_distributed(tensor):
-            whole: Any = tensor
-            placed = zip(whole.device_mesh.get_coordinate() or (), whole.placements, strict=False)
-            if part := tuple(place for place, placement in placed if not placement.is_replicate()):
-                found.update((path, part) for path, _ in leaves(tensor, name))
-    return found
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:

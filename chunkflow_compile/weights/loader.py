@@ -108,11 +108,6 @@ class WeightLoader:
         """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed."""
         return self._weights[name].part is not None
 
-    def wait(self) -> None:
-        """Until the other ranks have written their weights.  Raises ChunkflowError if one has ended or failed."""
-        if self._shared is not None:
-            self._shared.wait()
-
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
         """The memory of a weight that ranks have written; of its own if it has other values.
 
@@ -127,7 +122,7 @@ class WeightLoader:
         return self._private(weight, values)
 
     def report(self) -> None:
-        """Say on all ranks which weights differ.  Raises as :meth:`wait`."""
+        """Say on all ranks which weights differ."""
         if self._shared is not None:
             self._shared.report()
 

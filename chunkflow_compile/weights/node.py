@@ -30,10 +30,6 @@ _log = logging.getLogger(__name__)
 _PLACING = "placing"
 
 
-class _UnreachableError(ChunkflowError):
-    """Ranks cannot open a file of another."""
-
-
 class Node:
     """The ranks of a machine that share memory, in their order; the first one leads.
 
@@ -48,6 +44,11 @@ class Node:
         store, place = dist.distributed_c10d.PrefixStore(f"{key}/{ranks[0]}", group.store), ranks.index(group.rank)
         with self._lost_ranks():
             self._gloo: Any = dist.ProcessGroupGloo(store, place, len(ranks), group.timeout)
+
+    @property
+    def meets(self) -> bool:
+        """Whether no rank has failed or left, as far as this one has heard."""
+        return self._gloo is not None
 
     @property
     def leads(self) -> bool:
@@ -88,7 +89,7 @@ class Node:
                 cause = error.strerror or str(error)
         causes = self.gather(cause)
         if made is None or any(causes):
-            raise _UnreachableError(
+            raise ChunkflowError(
                 f"A file of rank {self.ranks[0]} cannot be opened in /proc by the other ranks of this machine "
                 f"({max(causes)}). Pass share=False."
             )
@@ -99,7 +100,7 @@ class Node:
 
         An interrupted rank does not wait for that: they see it as one that has ended.
         """
-        if self._gloo is not None and isinstance(error, Exception):
+        if self.meets and isinstance(error, Exception):
             with contextlib.suppress(ChunkflowError):  # its own error, or that of another rank, which says less
                 self.gather(None, error)
         self._gloo = None
@@ -166,7 +167,9 @@ def rendezvous(group: Group, near: str = "") -> Node | None:
     node = Node(group, ranks, key)
     try:
         node.share(memory_file("chunkflow-trial", PAGE) if node.leads else None)
-    except _UnreachableError as error:
+    except ChunkflowError as error:
+        if not node.meets:
+            raise
         node.close()
         _log.warning("each of %s keeps weights of its own: %s", numbers(ranks), error)
         return None

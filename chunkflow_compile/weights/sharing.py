@@ -186,10 +186,6 @@ class SharedPages:
             self._differ.append(name)
         return equal
 
-    def wait(self) -> None:
-        """Until all ranks have written their weights."""
-        self._node.gather(None)
-
     def report(self) -> None:
         """Name the weights that differ, on all ranks, when all have compared them."""
         for rank, names in zip(self._node.ranks, self._node.gather(self._differ), strict=True):

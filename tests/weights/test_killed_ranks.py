@@ -29,6 +29,7 @@ from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_store import HostStore
 from chunkflow_compile.weights.source import DriveBytes
 
 # The rank that leads, the other one, and both.
@@ -102,11 +103,11 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
     model, twin = large(), large()
     if rank in who:
         owner, name = {
-            "write": (loader.SharedPages, "wait") if rank else (loader, "fill"),
+            "write": (HostStore, "finish_move") if rank else (loader, "fill"),
             "compare": (loader.SharedPages, "same" if rank else "report"),
             "drive": (DriveBytes, "mapped") if rank else (Scratch, "write"),
         }[when]
-        plain, left = getattr(owner, name), [1 if name in ("wait", "report") else 5]
+        plain, left = getattr(owner, name), [1 if name in ("finish_move", "report") else 5]
 
         def dies(*args: Any) -> Any:
             left[0] -= 1

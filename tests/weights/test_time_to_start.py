@@ -20,7 +20,7 @@ from chunkflow_compile import apply, offload
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.weights.checkpoint import unread
+from chunkflow_compile.pipeline.apply import unread
 
 NAME = "WanTransformer3DModel"
 SECONDS = 4
