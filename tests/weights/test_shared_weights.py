@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
 import os
@@ -255,21 +254,6 @@ def differs(rank: int, file: str, where: str) -> None:
 @pytest.mark.parametrize("where", PLACES)
 def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None], saved: str, where: str) -> None:
     on_ranks(differs, saved, where)
-
-
-def sealed(rank: int) -> None:
-    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
-    offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = buffers(model)["0.weight"]._backing._descriptor.number  # type: ignore[union-attr]
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
-    for size in (0, 1 << 20):
-        with pytest.raises(PermissionError):
-            os.ftruncate(number, size)
-
-
-def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> None:
-    on_ranks(sealed)
 
 
 def other_models(rank: int) -> None:
