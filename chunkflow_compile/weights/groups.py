@@ -105,9 +105,9 @@ def group_of(group: Any = None) -> Group | None:
     """What is known of a process group, the default one if none is given; None unless it has several real ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    found = group or dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(found))
-    if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(found)) is None:
+    group = group or dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(group)) is None:
         return None
     timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
     return Group(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
@@ -127,15 +127,15 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
             f"share={share!r} is no process group that this rank is in: pass True, False, or such a group; of a DeviceMesh, "
             "mesh.get_group()."
         )
-    found = group_of(None if share is True else share)
-    if found is None and share is not None:
+    group = group_of(None if share is True else share)
+    if group is None and share is not None:
         raise ChunkflowError(
             "share needs a process group of several ranks, of gloo or NCCL: call torch.distributed.init_process_group "
             "first, or leave share out."
         )
-    if found is None:
+    if group is None:
         _say_why_none()
-    return found
+    return group
 
 
 def ranks_of(name: str) -> tuple[int, ...]:

@@ -206,20 +206,20 @@ class HostBuffer:
 
         ``arena``: theirs, where no step runs now.  The copy gets new values in place if no program of another one reads it.
         """
-        found, version = self.on_device, self.version  # before the copy: newer values need another
+        current, version = self.on_device, self.version  # before the copy: newer values need another
         stale = None if self._resident is None else self._resident[1]()
-        alone = not self._resident_in - {arena}
+        only_here = not self._resident_in - {arena}
         self._resident_in.add(arena)
-        if found is not None:
-            return found
+        if current is not None:
+            return current
         self.check()
-        if stale is not None and alone:
+        if stale is not None and only_here:
             with torch.inference_mode(stale.is_inference()), torch.no_grad():
-                made = stale.copy_(self.host)
+                renewed = stale.copy_(self.host)
         else:
-            made = stagings.brought(self.host, self.store.device, copy=True)
-        self._resident = version, weakref.ref(made)
-        return made
+            renewed = stagings.brought(self.host, self.store.device, copy=True)
+        self._resident = version, weakref.ref(renewed)
+        return renewed
 
     def check(self) -> None:
         """Raise ChunkflowError if the host tensor is a mapping of a file on the drive that has changed.

@@ -70,8 +70,8 @@ class HostStore:
 
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, also of weights that were exchanged or dropped."""
-        found = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
-        return [buffer for buffer in found if buffer is not None]
+        buffers = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
+        return [buffer for buffer in buffers if buffer is not None]
 
     @property
     def pinned_bytes(self) -> int:
@@ -241,7 +241,7 @@ class HostStore:
             )
 
     def room(self, budget: int | None) -> Room:
-        """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
+        """What may still be pinned.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
             return Room(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
         if self.agreed is not None:

@@ -177,19 +177,19 @@ class WeightLoader:
             self._todo -= weight.takes
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        made = empty_pages(weight.like)
-        self._fill(made, weight, values)
-        return made
+        host = empty_pages(weight.like)
+        self._fill(host, weight, values)
+        return host
 
-    def _fill(self, made: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
+    def _fill(self, host: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
         if weight.part is not None:
-            self._reader.read(weight.part, made, weight.read_as)
+            self._reader.read(weight.part, host, weight.read_as)
         else:
-            fill(made, values, self._cpus, self._stagings)
+            fill(host, values, self._cpus, self._stagings)
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """For this rank alone."""
+        """That of this rank."""
         shared = self._shared or ()
         own = [w for w in self._weights.values() if w.drive and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))

@@ -77,23 +77,23 @@ class Node:
                 raise _failed(rank, cause)
         return [*values]
 
-    def share(self, made: Descriptor | None) -> Descriptor:
-        """A file that the leader has ``made``, opened at every rank; the others pass None."""
-        place = None if made is None else [os.getpid(), made.number, *identity_of(os.fstat(made.number))]
+    def share(self, file: Descriptor | None) -> Descriptor:
+        """A file of the leader's, opened at every rank; the others pass None."""
+        place = None if file is None else [os.getpid(), file.number, *identity_of(os.fstat(file.number))]
         process, number, *identity = self.gather(place)[0]
         cause = ""
-        if made is None:
+        if file is None:
             try:
-                made = reopened(f"/proc/{process}/fd/{number}", (identity[0], identity[1]))
+                file = reopened(f"/proc/{process}/fd/{number}", (identity[0], identity[1]))
             except OSError as error:
                 cause = error.strerror or str(error)
         causes = self.gather(cause)
-        if made is None or any(causes):
+        if file is None or any(causes):
             raise ChunkflowError(
                 f"A file of rank {self.ranks[0]} cannot be opened in /proc by the other ranks of this machine "
                 f"({max(causes)}). Pass share=False."
             )
-        return made
+        return file
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave.  ``error``: why this rank cannot go on, which the others raise when they meet next.
@@ -107,10 +107,10 @@ class Node:
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of each rank, of equal shapes."""
-        found = [torch.empty_like(mine) for _ in self.ranks]
+        tensors = [torch.empty_like(mine) for _ in self.ranks]
         with self._lost_ranks():
-            self._gloo.allgather([found], [mine]).wait()
-        return found
+            self._gloo.allgather([tensors], [mine]).wait()
+        return tensors
 
     @contextlib.contextmanager
     def _lost_ranks(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ def rendezvous(group: Group, near: str = "") -> Node | None:
     if absent := group.missing(records):
         raise ChunkflowError(
             f"{numbers(absent).capitalize()} did not place the model within {seconds:.0f} s: with share, every rank of the "
-            "group calls offload. Pass share=False to place it on this rank alone, or share=group with the ranks that "
+            "group calls offload. Pass share=False to place it on this rank only, or share=group with the ranks that "
             "place it."
         )
     for rank, record in records.items():

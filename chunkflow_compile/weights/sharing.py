@@ -208,7 +208,7 @@ def _some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
+def _same_bytes(written: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
-    pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (made, values)), strict=True)
-    return all(same_bits(ours, theirs.to(made.dtype).to("cpu")) for ours, theirs in pieces)
+    pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (written, values)), strict=True)
+    return all(same_bits(ours, theirs.to(written.dtype).to("cpu")) for ours, theirs in pieces)
