@@ -59,7 +59,7 @@ def test_a_region_that_fails(debug: tuple[str, ...], no_grad: None) -> None:
     run = compiled(model, debug=debug)
     run(torch.randn(4, 8))
     executor = programs(model)[0].executor
-    issues = executor._instructions
+    issues = executor.instructions
     failing = fail_at(lambda: None, 1, RuntimeError("no kernel image"))
     issues.insert(len(issues) // 2, lambda step: executor.device.compute.run(failing))
     with pytest.raises((ChunkflowError, RuntimeError), match="no kernel image"):
@@ -198,7 +198,7 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
         assert torch.equal(run(torch.ones(4, 48)), twin(torch.ones(4, 48)))
         if rank == 2:
             session = programs(model)[0]
-            issues = session.executor._instructions
+            issues = session.executor.instructions
             fault = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if how == "killed" else (lambda: time.sleep(WITHIN))
             issues.insert(len(issues) // 2, lambda step: session.executor.device.compute.run(fault))
         if how == "late":  # not sooner: ranks that compile are late too

@@ -255,8 +255,8 @@ def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
         ballast @ ballast
 
     if slow == "compute":
-        issues = executor._instructions
-        executor._instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
+        issues = executor.instructions
+        executor.instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
     else:
         copy = executor.device.copy_bytes
         executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))

@@ -261,7 +261,9 @@ class BoundCycle:
         if found is None:
             found = self._executors[call][site] = self._make(site, call)
         if not seen:
-            found.written |= dict(zip((self._name(b, call) for b in site.buffers.values()), site.versions, strict=True))
+            found.rewritten |= dict(
+                zip((self._name(b, call) for b in site.buffers.values()), site.versions, strict=True)
+            )
             self._seen[call] = site.versions
         return found
 
