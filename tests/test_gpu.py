@@ -307,7 +307,7 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
     got = outputs()
     check_moved(model, 5)
     session = programs(model)[0]
-    session.current.code = session.code.remade(policy="resident", memory=None)
+    session.call.current.code = session.code.remade(policy="resident", memory=None)
     want = outputs()
     assert programs(model)[0].plan.moved_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

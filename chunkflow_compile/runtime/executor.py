@@ -170,14 +170,14 @@ class Executor:
         self._copy_first(step, start, start.kept, start.prefetches, start.waits, self._versions())
 
     def _jump(self, step: Step) -> None:
-        """Go on from this call of the cycle: as in a cold start, but the chunks that stay are there, if they are not stale."""
+        """Go on from this call of the cycle: as in a cold start, but chunks that stay are there, unless they are stale."""
         start, stale = self._at_border(), self._stale()
         kept = [copy for copy in start.kept if copy[0] in stale]
         self._copy_first(step, start, kept, start.prefetches, start.waits or bool(stale), self._newest())
 
     def _copy_rewritten(self, step: Step) -> None:
-        """Copy those of the chunks again that are stale.  Compute waits for them: the mark that a reader awaits may be that of
-        another copy."""
+        """Copy the chunks again that are stale.  Compute waits for them: the mark that a reader awaits may be that of another
+        copy."""
         if not (stale := self._stale()):
             self.rewritten = {}
             return

@@ -26,6 +26,7 @@ from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.executor import Executor
 
@@ -95,7 +96,7 @@ def _issue(program: Program) -> list[float]:
     device: Any = CudaDevice(IdleGpu())
     arena = Arena(make=lambda *_: device)
     tenant = Tenant(replace(program.plan, arena_bytes=1))
-    arena.join(tenant)
+    arena.add(tenant, DeviceKind())
     slots = dict.fromkeys([w.name for w in program.plan.streamed], arena.reserve(1))
     regions: dict[str, Callable[..., Sequence[Any]]] = {
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()

@@ -23,7 +23,7 @@ from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.graph.sizes import symbols_of
-from chunkflow_compile.runtime.codes import KEPT_SIZES
+from chunkflow_compile.runtime.graph import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
 
 SIZE = Size(layers=2)

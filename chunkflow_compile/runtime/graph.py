@@ -1,0 +1,302 @@
+"""Compiled graphs: what Dynamo calls.
+
+Dynamo shares a compiled graph between models of one class, so it may be called with the parameters of several models.  It
+keeps a weak reference to a program for each, which belongs to its model's placement and ends with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import dynamo_timed
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.weights.host_weight import HostWeight
+
+from .arena import Arena
+from .call import Call, Code, CurrentCode, Goal, Sizes
+from .device import check_kind, refuse_capture
+from .instructions import tuple_getter
+from .locks import ProcessLock
+from .order import Order
+from .sequence import Solo, aside
+
+_log = logging.getLogger(__name__)
+
+# Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
+# prompts that are not padded, and a dozen resolutions.  Each keeps a plan and, by kind, a program for each block.
+KEPT_SIZES = 32
+
+# Goals for which a graph keeps codes: those of models of one class, which share it.  Beyond it, the oldest go.
+KEPT_GOALS = 4
+
+# The ids of the first and the last weight, because blocks may share one of them, and the sizes of the call.
+_Key = tuple[int, int, Sizes]
+
+# Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the
+# host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
+Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], Solo]], Solo]
+
+# Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
+Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
+
+
+class Codes:
+    """The codes of one graph, by sizes and goals for which they were planned.  Other sizes of equal cost have the same."""
+
+    def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
+        """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
+        self.first = first
+        self._goal = goal
+        self._firsts = {Goal.of(first.settings): first}
+        self._traced = traced
+        inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
+        position = {node: i for i, node in enumerate(inputs)}
+        self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
+        known = hints(traced.graph)
+        begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
+        self._codes = {begun: {**self._firsts}}
+        self._same = {begun: begun}
+        self._clock = itertools.count()
+        self._used = {begun: next(self._clock)}  # not an order of the codes: threads ask for sizes while another plans
+
+    @property
+    def graph(self) -> GraphModule:
+        """The ATen graph."""
+        return self._traced.graph
+
+    def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
+        """The sizes by which the code of a call is known; None if there is none yet."""
+        if not self._symbols:
+            return ()
+        known = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
+        if known is not None:
+            self._used[known] = next(self._clock)
+        return known
+
+    def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
+        """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
+
+        ``changed``: what replan has set for the model, as fields of Goal.  Raises ChunkflowError if no plan meets the goal.
+        """
+        goal = replace(self._goal, **changed)
+        sizes = tuple(inputs[position] for position in self._symbols.values())
+        values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
+        code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
+        others = ((known, codes[goal]) for known, codes in self._codes.items() if goal in codes)
+        same = (known for known, other in others if other.program.same_as(code.program))
+        self._same[sizes] = known = next(same, sizes)
+        self._used[known] = next(self._clock)
+        if known == sizes:
+            self._codes[sizes] = {goal: code}
+        if len(self._codes) > KEPT_SIZES:
+            oldest = min(self._codes, key=lambda known: self._used[known])
+            del self._codes[oldest], self._used[oldest]
+            self._same = {other: known for other, known in self._same.items() if known != oldest}
+
+    def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
+        """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
+        return _under(replace(self._goal, **changed), self._codes[sizes])
+
+    def __contains__(self, sizes: Sizes) -> bool:
+        return sizes in self._codes
+
+
+def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
+    """The code for a goal, made from one for another if there is none."""
+    if goal not in codes:
+        made = next(iter(codes.values())).remade(**asdict(goal), plan=None)
+        if len(codes) >= KEPT_GOALS:
+            del codes[next(iter(codes))]
+        codes[goal] = made
+    return codes[goal]
+
+
+class HostConstants:
+    """Copies on ``device`` of inputs on the CPU that forward moves there, such as rotary embeddings: moved once, not in every
+    step, and kept as long as the table lives.  ``positions``: of the tables among the inputs."""
+
+    def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
+        self._device = device
+        self.positions = tuple(positions)
+        self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # table -> its version, and the copy
+
+    def move(self, inputs: list[Any]) -> None:
+        """Replace each table among ``inputs`` by its copy, which is made anew if the table has changed."""
+        for position in self.positions:
+            inputs[position] = self._copy(inputs[position])
+
+    def _copy(self, table: torch.Tensor) -> torch.Tensor:
+        if table.is_inference():  # counts no versions: it could have changed
+            return table.to(self._device)
+        known: tuple[int, torch.Tensor] | None = self._moved.get(table)
+        if known is None or known[0] != table._version:
+            with torch.inference_mode(False):
+                known = self._moved[table] = table._version, table.to(self._device)
+        return known[1]
+
+
+class CompiledGraph:
+    """The callable for AOTAutograd: it gets the inputs of the traced graph as one list, which it may empty."""
+
+    _boxed_call = True
+
+    def __init__(
+        self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants
+    ) -> None:
+        """``arena``: the one that the user passed; None for each model's own."""
+        self.codes = codes
+        self._tables = tables
+        self._place = place
+        self._changed = changed
+        self._arena = arena
+        self._programs: weakref.WeakValueDictionary[_Key, Solo] = weakref.WeakValueDictionary()
+        # by the id of the model's first weight, with its memory: once that is gone, the id may be another's
+        self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
+        self._lock = ProcessLock()
+        weakref.finalize(self, _drop_all, self._programs).atexit = False
+        program = codes.first.program
+        placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
+        position = {name: i for i, name in enumerate(placeholders)}
+        self._position = {w: position[p] for w, p in program.weight_inputs.items()}
+        places = list(self._position.values())
+        self._ends = places[0], places[-1]
+        self._weights = tuple_getter(places)
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run one step.  A second thread waits until the first has finished its step.
+
+        Under a FakeTensorMode nothing runs or moves: the outputs are fake tensors.
+        """
+        inputs = list(args)
+        args.clear()
+        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
+            return _on_fakes(mode, self.codes.graph, inputs)
+        weights = self._weights(inputs)
+        if self._tables.positions:
+            self._tables.move(inputs)
+        noticed = False
+        while True:
+            sizes = self.codes.sizes(inputs)
+            if sizes is None:
+                self._plan(inputs, dict(zip(self._position, weights, strict=True)))
+                continue
+            key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
+            program = self._programs.get(key)
+            if program is not None:
+                program.call.notice(again=noticed)
+                with program.arena.lock():
+                    if not program.closed and program.call.fits(weights):
+                        return Order.of(program.arena).run(program, inputs)
+            noticed = True
+            parameters = dict(zip(self._position, weights, strict=True))
+            with self._lock():
+                # no other thread has replaced it meanwhile
+                if self._programs.get(key) is program and sizes in self.codes:
+                    self._renew(key, program, parameters)
+
+    def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
+        with self._lock():
+            if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
+                self.codes.plan(inputs, self._changed(parameters))
+                self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
+                for key, program in [*self._programs.items()]:
+                    if key[2] not in self.codes:
+                        program.arena.drop(program)
+                        del self._programs[key]
+
+    def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        current = self._current_code(parameters, key[2])
+        if stale is not None:
+            stale.arena.drop(stale)
+        try:
+            with dynamo_timed("chunkflow.bind"):
+                fresh = self._place(
+                    parameters,
+                    current.code.program.offloaded,
+                    lambda arena: _started(Call(current, parameters), self._arena or arena),
+                )
+        except BaseException as error:
+            if stale is None or current.code is stale.code:
+                raise
+            current.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
+            if not current.by_itself or not isinstance(error, ChunkflowError):
+                raise
+            _log.warning("the current plan is kept: %s", error)
+            return
+        if stale is not None and stale.plan == fresh.plan:
+            fresh.adopt(stale)
+        self._programs[key] = fresh
+
+    def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
+        """The current code of a model at sizes, created if there is none.
+
+        Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
+        """
+        first = next(iter(parameters.values()))
+        self._current = {key: kept for key, kept in self._current.items() if not kept[0].expired()}
+        key = id(first), sizes
+        if key not in self._current:
+            code = self.codes.code(sizes, self._changed(parameters))
+            memory = first.host if isinstance(first, HostWeight) else first
+            self._current[key] = StorageWeakRef(memory.untyped_storage()), CurrentCode(code)
+        return self._current[key][1]
+
+
+def _started(call: Call, arena: Arena) -> Solo:
+    """A program that is bound to the memory of an arena.
+
+    Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it.
+    """
+    code = call.code
+    check_kind(arena.device, code.kind, code.program.plan.policy)
+    refuse_capture(arena.device)
+    program = Solo(call, arena)
+    with arena.lock():
+        if code.verified:
+            arena.prove(call.program)
+        arena.add(program, code.kind)
+        try:
+            call.key = Order.of(arena).key(call)
+            if not (call.part and call.key):  # else its cycle is planned again
+                program.replan_after = code.replan_after
+            program.executor_of(call, 0)
+        except BaseException:
+            arena.drop(program)
+            raise
+    call.counts.programs += 1
+    return program
+
+
+def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
+    """The outputs of an ATen graph, as fake tensors of ``mode``, whatever tensors the inputs are."""
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or type(value) is FakeTensor:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    with mode:
+        return graph(*map(fake, inputs))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _drop_all(programs: weakref.WeakValueDictionary[_Key, Solo]) -> None:
+    """End programs whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
+    for program in list(programs.values()):
+        aside(partial(program.arena.drop, program))
