@@ -12,7 +12,7 @@ from helpers import Stack, check_steps
 from torch import nn
 
 from chunkflow_compile import programs, restore
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 
 EAGER = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.units import enough, size
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.call import Code
+    from chunkflow_compile.runtime.codes import Code
 
 # Durations over the measured ones.  On two shared cores, most steps were at most 1.4 times as long as the median.
 PACE = 1.5

@@ -29,10 +29,10 @@ from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.runtime.call import Code
+from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of

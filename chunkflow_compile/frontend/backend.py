@@ -70,9 +70,9 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.call import Code, Goal, bare
+from chunkflow_compile.runtime.codes import Code, Codes, Goal, bare
 from chunkflow_compile.runtime.device import check_device, check_kind
-from chunkflow_compile.runtime.graph import Codes, CompiledGraph, HostConstants
+from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight

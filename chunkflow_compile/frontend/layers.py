@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from chunkflow_compile.frontend.backend import compile_layer
 from chunkflow_compile.frontend.block_kinds import names_read
-from chunkflow_compile.runtime.graph import KEPT_SIZES
+from chunkflow_compile.runtime.codes import KEPT_SIZES
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import hook_registry, is_called

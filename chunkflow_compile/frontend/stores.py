@@ -14,7 +14,7 @@ from chunkflow_compile.model.placement import Placement, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves

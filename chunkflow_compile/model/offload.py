@@ -30,7 +30,8 @@ from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.sequence import Sequence, Solo
+    from chunkflow_compile.runtime.order import Solo
+    from chunkflow_compile.runtime.sequence import Sequence
 
 
 @unset_fake_temporarily()

@@ -34,7 +34,7 @@ from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import CompileProgress, moving
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.sequence import Solo
+    from chunkflow_compile.runtime.order import Solo
 
 _log = logging.getLogger(__name__)
 

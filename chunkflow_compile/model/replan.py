@@ -80,8 +80,8 @@ def _times(sequences: Sequence[Calls]) -> dict[Calls, Timings]:
 
     Raises ChunkflowError if a rank has none of one, or does not come.
     """
-    names = [f"{i}: {sequence.name}" for i, sequence in enumerate(sequences)]
-    groups = (group for sequence in sequences for group in sequence.groups)
+    names = [f"{i}: {sequence.times.name}" for i, sequence in enumerate(sequences)]
+    groups = (group for sequence in sequences for group in sequence.times.groups)
     ranks = RankTimes(groups, dict(zip(names, map(_own_times, sequences), strict=True)))
     while ranks.missing:
         ranks.read(wait=True)

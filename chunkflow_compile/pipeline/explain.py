@@ -19,7 +19,7 @@ from chunkflow_compile.report.first_step import first_step_phases
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.runtime.measurement import Measured, as_one, measured
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 
 
 def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:

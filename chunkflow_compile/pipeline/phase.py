@@ -20,9 +20,9 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Collective, Problem, Region
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.call import CallKey
 from chunkflow_compile.runtime.measurement import seconds_of_calls
-from chunkflow_compile.runtime.sequence import Sequence, Solo
+from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.sequence import CallKey, Sequence
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 

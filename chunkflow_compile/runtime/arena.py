@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -29,13 +30,12 @@ from chunkflow_compile.weights.staging import GpuStagings
 
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
-from .locks import ProcessLock
+from .locks import ProcessLock, aside
 from .read_ahead import ReadAhead
 
 if TYPE_CHECKING:
-    from .order import Order
+    from .order import Order, Solo
     from .sequence import Sequence as Bound
-    from .sequence import Solo
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -258,7 +258,10 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            self._programs.append(weakref.ref(program))
+            arena = weakref.ref(self)
+            lives = (buffer.life for buffer in program.call.buffers.values())
+            program.watched = [weakref.ref(life, partial(_weight_died, arena)) for life in lives if life is not None]
+            self._programs.append(weakref.ref(program, partial(_sweep, arena)))
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
@@ -362,3 +365,17 @@ class Arena:
             "An arena is device memory of this process and cannot be copied or pickled: create another with "
             "chunkflow_compile.Arena(device)."
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
+    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
+    if (arena := ref()) is not None:
+        arena.outdated = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _sweep(ref: weakref.ref[Arena], _: object) -> None:
+    """Remove a program that was dropped with its model from its arena, which other models may share."""
+    if (arena := ref()) is not None:
+        aside(arena.sweep)

@@ -1,10 +1,10 @@
-"""Planning a cycle of calls, from the rates of the hardware profile, with no time between them, or from measured times."""
+"""Cycles of calls: when calls repeat, and their plan, from the rates of the hardware profile or from measured times."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,50 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.progress import planning
 
 from .arena import Arena
-from .call import Call, CallKey, bare
-from .sequence import Sequence
+from .codes import bare
+from .sequence import Call, CallKey, Sequence
+
+# Calls of the longest cycle: 128 blocks of two models, twice a step.
+MOST_CALLS = 512
+# Earlier calls of the same weights at which a period may begin; a step cache calls a block in several patterns.
+_TRIES = 4
+
+
+def repeated(history: Items[CallKey]) -> Iterator[tuple[CallKey, ...]]:
+    """The calls from each of the newest earlier calls of the last key up to it, if the same calls came before them."""
+    end = len(history) - 1
+    earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
+    for begin in itertools.islice(earlier, _TRIES):
+        length, keys = end - begin, history[begin:end]
+        once = _once(tuple(keys))
+        if len(once) < length or (begin >= length and history[begin - length : begin] == keys):
+            yield once
+
+
+def _once(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
+    """The shortest cycle that these calls are repetitions of."""
+    length = len(keys)
+    return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
+
+
+def turned(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
+    """Whether two cycles are the same, wherever they begin."""
+    if len(keys) != len(others):
+        return False
+    return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
+
+
+def serves(cycle: Sequence, settings: Settings) -> bool:
+    """Whether the plan of a cycle is the best for these settings of a call too.
+
+    It is if they differ only in the budget, and it fits one that is no larger than its own.
+    """
+    planned, memory = cycle.settings, settings.memory
+    if replace(bare(planned), memory=None) != replace(bare(settings), memory=None):
+        return False
+    if memory is None or planned.memory is None:
+        return memory is planned.memory
+    return cycle.plan.device_bytes + planned.outside <= memory <= planned.memory
 
 
 def planned(

@@ -6,11 +6,10 @@ keeps a weak reference to a program for each, which belongs to its model's place
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,26 +22,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
-from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.weights.host_weight import HostWeight
 
 from .arena import Arena
-from .call import Call, Code, CurrentCode, Goal, Sizes
+from .codes import Codes, CurrentCode, Sizes
 from .device import check_kind, refuse_capture
 from .instructions import tuple_getter
-from .locks import ProcessLock
-from .order import Order
-from .sequence import Solo, aside
+from .locks import ProcessLock, aside
+from .order import Order, Solo
+from .sequence import Call
 
 _log = logging.getLogger(__name__)
-
-# Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
-# prompts that are not padded, and a dozen resolutions.  Each keeps a plan and, by kind, a program for each block.
-KEPT_SIZES = 32
-
-# Goals for which a graph keeps codes: those of models of one class, which share it.  Beyond it, the oldest go.
-KEPT_GOALS = 4
 
 # The ids of the first and the last weight, because blocks may share one of them, and the sizes of the call.
 _Key = tuple[int, int, Sizes]
@@ -53,77 +43,6 @@ Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena],
 
 # Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
 Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
-
-
-class Codes:
-    """The codes of one graph, by sizes and goals for which they were planned.  Other sizes of equal cost have the same."""
-
-    def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
-        """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
-        self.first = first
-        self._goal = goal
-        self._firsts = {Goal.of(first.settings): first}
-        self._traced = traced
-        inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
-        position = {node: i for i, node in enumerate(inputs)}
-        self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
-        known = hints(traced.graph)
-        begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
-        self._codes = {begun: {**self._firsts}}
-        self._same = {begun: begun}
-        self._clock = itertools.count()
-        self._used = {begun: next(self._clock)}  # not an order of the codes: threads ask for sizes while another plans
-
-    @property
-    def graph(self) -> GraphModule:
-        """The ATen graph."""
-        return self._traced.graph
-
-    def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """The sizes by which the code of a call is known; None if there is none yet."""
-        if not self._symbols:
-            return ()
-        known = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
-        if known is not None:
-            self._used[known] = next(self._clock)
-        return known
-
-    def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
-        """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
-
-        ``changed``: what replan has set for the model, as fields of Goal.  Raises ChunkflowError if no plan meets the goal.
-        """
-        goal = replace(self._goal, **changed)
-        sizes = tuple(inputs[position] for position in self._symbols.values())
-        values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
-        code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
-        others = ((known, codes[goal]) for known, codes in self._codes.items() if goal in codes)
-        same = (known for known, other in others if other.program.same_as(code.program))
-        self._same[sizes] = known = next(same, sizes)
-        self._used[known] = next(self._clock)
-        if known == sizes:
-            self._codes[sizes] = {goal: code}
-        if len(self._codes) > KEPT_SIZES:
-            oldest = min(self._codes, key=lambda known: self._used[known])
-            del self._codes[oldest], self._used[oldest]
-            self._same = {other: known for other, known in self._same.items() if known != oldest}
-
-    def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
-        """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
-        return _under(replace(self._goal, **changed), self._codes[sizes])
-
-    def __contains__(self, sizes: Sizes) -> bool:
-        return sizes in self._codes
-
-
-def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
-    """The code for a goal, made from one for another if there is none."""
-    if goal not in codes:
-        made = next(iter(codes.values())).remade(**asdict(goal), plan=None)
-        if len(codes) >= KEPT_GOALS:
-            del codes[next(iter(codes))]
-        codes[goal] = made
-    return codes[goal]
 
 
 class HostConstants:

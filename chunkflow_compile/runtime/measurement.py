@@ -14,9 +14,14 @@ from typing import Any, NamedTuple
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.groups import Group, group_named
+
+from .device_base import Device
+from .rank_times import RankTimes
 
 SCHEMA = 2
 # Its name in the folder of a dump, next to the plan.
@@ -193,6 +198,25 @@ class Passes:
         self._cycle = cycle
         self._newest: list[StepMeasurement] = []  # until it is whole
         self._predicted = seconds_of_calls(cycle)
+        self._ended = 0  # passes without a jump, measured or not
+        self._ranks: RankTimes | None = None  # while the times of other ranks are awaited
+
+    @property
+    def name(self) -> str:
+        """Of the cycle: the same on every rank, whose shards may differ in size."""
+        problem, count = self._cycle.problem, len(self._cycle.calls)
+        block = next((r.block for r in problem.regions if r.block), "the model")
+        return (
+            f"{count} call{'s' * (count > 1)} from {block} ({len(problem.regions)} regions, "
+            f"{len(problem.collectives)} collectives)"
+        )
+
+    @property
+    def groups(self) -> list[Group]:
+        """The process groups whose ranks run the cycle in step: those of its collectives, in the order of their first use."""
+        graphs = [program.module.graph for program in self._cycle.calls if program.problem.collectives]
+        names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
+        return [group for name in names if (group := group_named(name)) is not None]
 
     def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, found: StepMeasurement) -> None:
         """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
@@ -218,6 +242,27 @@ class Passes:
         if len(self._predicted) == 1:  # its first step need not be cold, and pays for first touches
             return warm_timings(self._cycle.plan, list(self.whole)[1:], passes)
         return warm_timings(self._cycle.plan, list(self.whole), passes, self._cycle.starts)
+
+    def due(self, after: int, device: Device) -> Timings | None:
+        """Note that a pass has ended.  Returns the times to plan again from, the largest of all ranks, if that is due.
+
+        It is due after each ``after`` + 1 whole passes, until ``after`` of them were warm.  Only counts decide, so that ranks
+        that run the same calls come to it in the same pass; it takes them a pass more for each of their groups.
+        Raises ChunkflowError if a rank has no times of it, and always will.
+        """
+        self._ended += 1
+        if self._ranks is None:
+            if self._ended % (after + 1):
+                return None
+            device.collect(wait=True)
+            self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
+        else:
+            device.compute.synchronize()  # the host may run ahead of the collectives of the pass
+            self._ranks.read()
+        if self._ranks.missing:
+            return None
+        timings, self._ranks = self._ranks.timings[self.name], None
+        return timings
 
     def save(self, folder: Path) -> None:
         """Write them to the folder of a dump, if there are any.  A full disk or a failed device is no error."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -23,23 +24,75 @@ from typing import Any
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.rewrite import Program
 
 from .arena import Arena
-from .call import Call, CallKey, Code, bare
-from .cycle_plan import calls_of, common, dump, planned
+from .codes import Code, bare
+from .cycle_plan import MOST_CALLS, calls_of, common, dump, planned, repeated, serves, turned
 from .device import refuse_capture
 from .executor import Executor
-from .sequence import Sequence, Solo
+from .measurement import StepMeasurement
+from .sequence import Call, CallKey, Sequence
 
 _log = logging.getLogger(__name__)
 
-# Calls and regions of the longest cycle: 128 blocks of two models, twice a step.  Planning time grows with them.
-MOST_CALLS = 512
+# Regions of the longest cycle: 128 blocks of two models, twice a step.  Planning time grows with them.
 MOST_REGIONS = 4096
-# Earlier calls of the same weights at which a period may begin; a step cache calls a block in several patterns.
-_TRIES = 4
 # Cycles that an arena remembers.  Each keeps its plan, and its programs, but no device memory.
 _MOST_CYCLES = 8
+
+
+class Solo(Sequence):
+    """A program by itself.  It belongs to the placement of its model, and ends with it.
+
+    ``call``: what it runs and reads.  ``started``: when, to sort by.  ``closed``: whether it has ended.
+    """
+
+    closed = False
+
+    def __init__(self, call: Call, arena: Arena) -> None:
+        code, cycle = call.code, Cycle.of(call.program)
+        one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
+        super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
+        self.call = call
+        self.title = call.name
+        self.started = time.monotonic()
+        self.folder = code.folder
+        self.watched = list[weakref.ref[Any]]()  # weights of which the arena is to hear
+
+    @property
+    def code(self) -> Code:
+        return self.call.code
+
+    @property
+    def program(self) -> Program:
+        return self.call.program
+
+    @property
+    def measurements(self) -> tuple[StepMeasurement, ...]:
+        """The newest measured steps of its call, in a cycle too, oldest first; waits for those in flight."""
+        if not self.closed:
+            self.arena.streams.collect(wait=True)
+        return tuple(self.call.measured)
+
+    @property
+    def executor(self) -> Executor:
+        """The one outside cycles.  Raises ChunkflowError if the program has ended."""
+        if self.closed:
+            raise ChunkflowError("This program has ended: call the compiled model again.")
+        return self.executor_of(self.call, 0)
+
+    def adopt(self, other: Solo) -> None:
+        """Take over the measurements of the program that this one replaces."""
+        self.call.measured.extend(other.measurements)
+        self.times.whole.extend(other.times.whole)
+
+    def end(self) -> None:
+        """Hold nothing any more.  The arena calls this, see :meth:`Arena.drop`."""
+        self.closed = True
+        self.watched.clear()
+        self.call.let_go()
 
 
 class Order:
@@ -170,8 +223,9 @@ class Order:
             self.current, self._unexpected = learnt, 0
             return learnt, 0
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
-            number = cycle.find(key)
-            other = cycle is not self.current
+            count, other = len(cycle.keys), cycle is not self.current
+            places = (number % count for number in range(cycle.position, cycle.position + count))
+            number = next((number for number in places if cycle.keys[number] is key), None)  # the expected one first
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             off = other or number != cycle.position
@@ -189,7 +243,7 @@ class Order:
     def _start_anew(self, key: CallKey, settings: Settings) -> None:
         """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
         found = [c for c in self.cycles if key in c.keys]
-        gone = [c for c in found if not c.serves(settings)]
+        gone = [c for c in found if not serves(c, settings)]
         for cycle in gone:
             self.forget(cycle)
         if gone or not found:
@@ -202,24 +256,13 @@ class Order:
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
             return None
-        for keys in self._periods(key):
+        for keys in repeated(list(self._history)):
             known = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
-            if (current is not None and len(keys) <= len(current.keys)) or any(_turned(keys, k) for k in known):
+            if (current is not None and len(keys) <= len(current.keys)) or any(turned(keys, k) for k in known):
                 continue
             if (learnt := self._plan(keys)) is not None:
                 return learnt
         return None
-
-    def _periods(self, key: CallKey) -> Iterator[tuple[CallKey, ...]]:
-        """The calls since each of the newest earlier calls of ``key``, if the same calls came before them."""
-        history = list(self._history)
-        end = len(history) - 1
-        earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is key)
-        for begin in itertools.islice(earlier, _TRIES):
-            length, keys = end - begin, history[begin:end]
-            once = _once(tuple(keys))
-            if len(once) < length or (begin >= length and history[begin - length : begin] == keys):
-                yield once
 
     def newest(self, keys: Items[CallKey]) -> list[Call] | None:
         """The newest call of each key, None if its program has ended."""
@@ -291,16 +334,3 @@ def replan(
             swaps.append(swap)
     for swap in swaps:
         swap()
-
-
-def _once(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
-    """The shortest cycle that these calls are repetitions of."""
-    length = len(keys)
-    return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
-
-
-def _turned(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
-    """Whether two cycles are the same, wherever they begin."""
-    if len(keys) != len(others):
-        return False
-    return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])

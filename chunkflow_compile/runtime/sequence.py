@@ -1,47 +1,202 @@
-"""Sequences: calls that repeat in one order under one plan, bound to the memory of an arena.  A program by itself is a
-sequence of one call."""
+"""Calls, and the sequences that they run in.
+
+A *call* says what a compiled graph reads, and which code runs.  A *sequence* is calls that repeat in one order under one
+plan, bound to the memory of an arena; a program by itself is a sequence of one call.
+"""
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals, arrivals_at
 from chunkflow_compile.passes.program.cycle import Call as CycleCall
-from chunkflow_compile.passes.program.cycle import Cycle, rewritten
+from chunkflow_compile.passes.program.cycle import Cycle, block_of, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import flat_bytes
-from chunkflow_compile.weights.groups import Group, group_named
-from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Binding
-from .call import Call, CallKey, Code, bare
+from .codes import CurrentCode
 from .executor import Executor
-from .measurement import Passes, StepMeasurement, as_one
-from .rank_times import RankTimes
+from .instructions import tuple_getter
+from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
+
+# Why a weight stays that other calls of the same code stream.
+_NOT_OFFLOADED = "on the device: not offloaded"
+
+
+class CallKey:
+    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
+
+    ``settings``: of the newest program with this key.
+    """
+
+    def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
+        self.settings = settings
+        self._buffers = [weakref.ref(buffer) for buffer in buffers]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the weights still exist."""
+        return all(ref() is not None for ref in self._buffers)
+
+
+class Call:
+    """The calls of a compiled graph, at one size, on the weights of one model: what they run, and what they read.
+
+    ``code``: that they run; ``current``: that the next one runs.  ``key``: what they read, None if they are never calls of a
+    cycle.  ``buffers``: of the offloaded weights; ``versions``: of their values, in this order.  ``in_place``: the other
+    weights, which have ``kept_bytes``.  ``model``: whose weights they are.  ``counts``: of this model.  ``steps``: so far;
+    ``measured``: the newest ones.
+    """
+
+    key: CallKey | None = None
+
+    def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.current = current
+        self.code = current.code
+        self.program = program = current.code.program
+        self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
+        self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
+        self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
+        # not the root module: it may be gone, and its id another's
+        self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
+        self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
+        self.steps = 0
+        self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
+        self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
+        self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
+        self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
+        self._states = [state_of(parameters[name]) for name in self.buffers]
+        self.versions = _versions(self._states)
+        order = list(parameters)
+        self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
+        self._others = tuple_getter([order.index(name) for name in self.in_place])
+        self._kinds = [type(p) for p in self.in_place.values()]
+
+    @property
+    def part(self) -> bool:
+        """Whether the program is a part of a model, and so runs in turns with others."""
+        return self.code.settings.part
+
+    @property
+    def name(self) -> str:
+        """The same on every rank, whose shards may differ in size."""
+        problem = self.program.problem
+        block = next((block for buffer in self.buffers.values() if (block := block_of(buffer.name))), "")
+        name = block if self.part and block else "the model"
+        return f"{name} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
+
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
+        gone = any(buffer.life is None for buffer in self.buffers.values())
+        return gone or any(buffer_of(p) is not None for p in self.in_place.values())
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
+
+        A program without such weights is not known to be one of a model's, and needs no budget.
+        """
+        if not self.buffers:
+            return self.model, 0
+        settings = self.current.code.settings
+        if settings.memory is None:
+            return self.model, None
+        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+
+    def notice(self, again: bool = False) -> None:
+        """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
+
+        ``again``: whether this call has noticed before, and what is in use would be noticed again.
+        """
+        for fill in self._fills:
+            fill()
+        for store in () if again else self._stores:
+            if store.lent:
+                store.reclaim()
+
+    def fits(self, weights: Items[nn.Parameter]) -> bool:
+        """Whether the program can run on its weights as they are now; if not, a new one is needed.
+
+        ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
+        """
+        if self.current.code is not self.code:
+            return False
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
+                states = list(map(state_of, self._offloaded(weights)))
+            if states != self._states:
+                # other numbers: it was written, so copies of it on the device are out of date
+                if any(new[0] is not old[0] for new, old in zip(states, self._states, strict=True)):
+                    return False  # it was exchanged, restored, replaced, or given other memory
+                self._states, self.versions = states, _versions(states)
+        except AttributeError:  # it is an ordinary tensor now, or in no store
+            return False
+        others = self._others(weights)
+        if not all(map(is_, others, self.in_place.values())):
+            return False
+        # one that has become offloaded is the same object of another class
+        return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
+
+    def repeats(self, other: Call) -> bool:
+        """Whether it is the same program on the same weights."""
+        same = self.buffers.keys() == other.buffers.keys()
+        same = same and all(buffer is other.buffers[name] for name, buffer in self.buffers.items())
+        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
+
+    def names(self) -> dict[str, str]:
+        """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
+        found = {name: buffer.name for name, buffer in self.buffers.items()}
+        blocks = {block_of(old): block_of(new) for old, new in found.items()}
+        for weight in self.program.problem.weights:
+            block = block_of(weight.name)
+            found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+        return found
+
+    def in_cycle(self, names: Mapping[str, str]) -> CycleCall:
+        """It as a call of a cycle.  ``names``: of its weights there."""
+        keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
+        drive = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.drive is not None)
+        return CycleCall(self.code.cut, names, keep, drive)
+
+    def let_go(self) -> None:
+        """Hold no weights any more: the program has ended."""
+        self.buffers, self.in_place = {}, {}
+        self._states, self._bare, self._stores, self._fills = [], [], [], []
+
+
+def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+    """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
+    return tuple(sum(counts) for _, _, *counts in states)
 
 
 class Sequence:
     """Calls in one order, under one plan, in an arena.
 
     ``calls``: as the plan has them.  ``settings``: that it was planned with, but for measured times.  ``replan_after``: the
-    number of warm passes after which to plan again from their times, see :meth:`timings_due`; 0 for never.  ``folder``: where
+    number of warm passes after which to plan again from their times, see :meth:`Passes.due`; 0 for never.  ``folder``: where
     measurements are written, None for nowhere.  ``keys``: of the calls, none of a program by itself.  ``position``: the call
     that is expected next.  ``jumps``: the calls off the cycle so far, at which it was entered anew.
     """
@@ -73,11 +228,9 @@ class Sequence:
         self._names = [{id(buffers[n]): n for n in call.names.values() if n in buffers} for call in calls]
         # of each call, the versions of its weights that it ran on
         self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
-        self._passes = Passes(cycle)
+        self.times = Passes(cycle)
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
-        self._whole = 0  # passes without a jump
-        self._rank_times: RankTimes | None = None  # while those of other ranks are awaited
         self._marks = arrivals(cycle)
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[Call, Executor]] = [weakref.WeakKeyDictionary() for _ in calls]
@@ -106,76 +259,29 @@ class Sequence:
     @property
     def passes(self) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, oldest first, each as the measurements of its calls; waits for those in flight."""
-        return list(self._collected(wait=True).whole)
+        self._collect()
+        return list(self.times.whole)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The same, each as one step."""
         return tuple(map(as_one, self.passes))
 
-    @property
-    def name(self) -> str:
-        """The same on every rank, whose shards may differ in size."""
-        problem = self.cycle.problem
-        block = next((r.block for r in problem.regions if r.block), "the model")
-        calls = f"{len(self.calls)} call{'s' * (len(self.calls) > 1)}"
-        return f"{calls} from {block} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
-
-    @property
-    def groups(self) -> list[Group]:
-        """The process groups whose ranks run this in step: those of its collectives, in the order of their first use."""
-        graphs = [program.module.graph for program in self.cycle.calls if program.problem.collectives]
-        names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
-        return [group for name in names if (group := group_named(name)) is not None]
-
     def timings(self, passes: int) -> Timings | None:
         """See :meth:`Passes.timings`; waits for those in flight."""
-        return self._collected(wait=True).timings(passes)
+        self._collect()
+        return self.times.timings(passes)
 
     def timings_due(self) -> Timings | None:
-        """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due.
-
-        It is due after each ``replan_after`` + 1 whole passes, until that many of them were warm.  Only counts decide, so
-        that ranks that run the same calls come to it in the same pass; it takes them a pass more for each of their groups.
-        Raises ChunkflowError if a rank has no times of it, and always will.
-        """
+        """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due."""
         if self._in_order != len(self.calls):
             return None
-        self._in_order, self._whole = 0, self._whole + 1
-        if self._rank_times is None:
-            if self._whole % (self.replan_after + 1):
-                return None
-            self._rank_times = RankTimes(self.groups, {self.name: self.timings(self.replan_after)})
-        else:
-            self.arena.streams.compute.synchronize()  # the host may run ahead of the collectives of the pass
-            self._rank_times.read()
-        if self._rank_times.missing:
-            return None
-        timings, self._rank_times = self._rank_times.timings[self.name], None
-        return timings
+        self._in_order = 0
+        return self.times.due(self.replan_after, self.arena.streams)
 
-    def _collected(self, wait: bool = False) -> Passes:
+    def _collect(self, wait: bool = True) -> None:
         if self._binding is not None:
             self.arena.streams.collect(wait)
-        return self._passes
-
-    def serves(self, settings: Settings) -> bool:
-        """Whether the plan is the best for these settings of a call too.
-
-        It is if they differ only in the budget, and it fits one that is no larger than its own.
-        """
-        planned, memory = self.settings, settings.memory
-        if replace(bare(planned), memory=None) != replace(bare(settings), memory=None):
-            return False
-        if memory is None or planned.memory is None:
-            return memory is planned.memory
-        return self.cycle.plan.device_bytes + planned.outside <= memory <= planned.memory
-
-    def find(self, key: CallKey) -> int | None:
-        """The place of a call, the expected one first; None if it is not in the cycle."""
-        count = len(self.keys)
-        places = (number % count for number in range(self.position, self.position + count))
-        return next((number for number in places if self.keys[number] is key), None)
 
     def begin(self, call: Call, number: int) -> Executor:
         """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
@@ -186,7 +292,8 @@ class Sequence:
         if number == 0:
             # after passes 1, 2, 4, 8, ...: a run may be killed
             if self.folder is not None and self._begun and not self._begun & (self._begun - 1):
-                self._collected().save(self.folder)
+                self._collect(wait=False)
+                self.times.save(self.folder)
             self._begun += 1
         return found
 
@@ -210,7 +317,8 @@ class Sequence:
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory; the next call binds it again."""
         if self.folder is not None:
-            self._collected(wait=True).save(self.folder)
+            self._collect()
+            self.times.save(self.folder)
         for executors in self._executors:
             for executor in list(executors.values()):
                 executor.vacate()
@@ -257,7 +365,7 @@ class Sequence:
             program, marks = self._program(call, number, placed)
             cycle = cycle.at(number, program)
         binding = replace(self._bound(call), marks=marks)
-        file = partial(self._passes.add, number, call.measured, call.counts)
+        file = partial(self.times.add, number, call.measured, call.counts)
         return Executor(cycle.calls[number], call.code.regions, binding, call.code.poison, cycle, file, self._versions)
 
     def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
@@ -299,83 +407,3 @@ class Sequence:
         buffer = self._refs[name]()
         assert buffer is not None, "its weights exist"
         return buffer
-
-
-class Solo(Sequence):
-    """A program by itself.  It belongs to the placement of its model, and ends with it.
-
-    ``call``: what it runs and reads.  ``started``: when, to sort by.  ``closed``: whether it has ended.
-    """
-
-    closed = False
-
-    def __init__(self, call: Call, arena: Arena) -> None:
-        code, cycle = call.code, Cycle.of(call.program)
-        one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
-        super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
-        self.call = call
-        self.title = call.name
-        self.started = time.monotonic()
-        self.folder = code.folder
-        died = partial(_weight_died, weakref.ref(arena))
-        self._weights = [weakref.ref(life, died) for buffer in call.buffers.values() if (life := buffer.life)]
-        self._dropped = weakref.finalize(self, _sweep, weakref.ref(arena))
-        self._dropped.atexit = False
-
-    @property
-    def code(self) -> Code:
-        return self.call.code
-
-    @property
-    def program(self) -> Program:
-        return self.call.program
-
-    @property
-    def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The newest measured steps of its call, in a cycle too, oldest first; waits for those in flight."""
-        if not self.closed:
-            self.arena.streams.collect(wait=True)
-        return tuple(self.call.measured)
-
-    @property
-    def executor(self) -> Executor:
-        """The one outside cycles.  Raises ChunkflowError if the program has ended."""
-        if self.closed:
-            raise ChunkflowError("This program has ended: call the compiled model again.")
-        return self.executor_of(self.call, 0)
-
-    def adopt(self, other: Solo) -> None:
-        """Take over the measurements of the program that this one replaces."""
-        self.call.measured.extend(other.measurements)
-        self._passes.whole.extend(other._passes.whole)
-
-    def end(self) -> None:
-        """Hold nothing any more.  The arena calls this, see :meth:`Arena.drop`."""
-        self.closed = True
-        self._weights = []
-        self.call.let_go()
-        self._dropped.detach()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
-    if (arena := ref()) is not None:
-        arena.outdated = True
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _sweep(ref: weakref.ref[Arena]) -> None:
-    """Remove a program that was dropped with its model from its arena, which other models may share."""
-    if (arena := ref()) is not None:
-        aside(arena.sweep)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def aside(work: Callable[[], None]) -> None:
-    """Run a finalizer's work on its own thread: it waits for locks and streams, and the collector may run anywhere.
-
-    Does nothing while the process exits, which frees everything.
-    """
-    if threading.main_thread().is_alive():
-        threading.Thread(target=work, name="chunkflow-close").start()

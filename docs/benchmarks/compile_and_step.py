@@ -42,7 +42,7 @@ from chunkflow_compile import cycles, programs
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes import pipeline
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}

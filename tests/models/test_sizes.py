@@ -23,7 +23,7 @@ from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.graph.sizes import symbols_of
-from chunkflow_compile.runtime.graph import KEPT_SIZES
+from chunkflow_compile.runtime.codes import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
 
 SIZE = Size(layers=2)
@@ -89,7 +89,7 @@ def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: 
     if by_kind:
         of_blocks = [p for p in found if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())]
         assert len({id(p.code.regions) for p in of_blocks}) == 2
-        assert sum(p.steps for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
+        assert sum(p.call.steps for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
         return
     for program in found:
         assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements if not m.primed_bytes)

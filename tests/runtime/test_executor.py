@@ -19,7 +19,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.frontend import trace as tracing
 from chunkflow_compile.runtime.instructions import instructions
-from chunkflow_compile.runtime.sequence import Solo
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
 
 

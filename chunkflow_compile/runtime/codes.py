@@ -1,0 +1,190 @@
+"""Codes: the results of compilation, one for each size of the inputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import Policy, Yield
+from chunkflow_compile.passes.pipeline import Settings, Stage
+from chunkflow_compile.passes.program.rewrite import Program
+
+from .device import DeviceKind
+
+# Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
+# prompts that are not padded, and a dozen resolutions.  Each keeps a plan and, by kind, a program for each block.
+KEPT_SIZES = 32
+
+# Goals for which a graph keeps codes: those of models of one class, which share it.  Beyond it, the oldest go.
+KEPT_GOALS = 4
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What plans are made for: the options of these names, or what replan has set since."""
+
+    memory: int | None
+    slowdown: float | None
+    policy: Policy
+    yields: Yield
+
+    @staticmethod
+    def of(settings: Settings) -> Goal:
+        return Goal(memory=settings.memory, slowdown=settings.slowdown, policy=settings.policy, yields=settings.yields)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Code:
+    """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
+
+    ``cut`` and ``settings``: what the program was made of.
+    ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
+    ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
+    ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
+    ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
+    ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
+    """
+
+    program: Program
+    cut: Cut
+    settings: Settings
+    regions: Mapping[str, Callable[..., Sequence[Any]]]
+    make: Callable[..., tuple[Stage, Path | None]]
+    replan_after: int = 0
+    folder: Path | None = None
+    kind: DeviceKind
+    poison: bool = False
+    pin_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    advice: Callable[..., str] = str
+
+    @property
+    def verified(self) -> bool:
+        """Whether the program was verified, and is to be verified together with others in its arena."""
+        return "verify" not in self.settings.disabled
+
+    def remade(self, **settings: Any) -> Code:
+        """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
+        settings = {"likes": (), **settings}
+        stage, folder = self.make(pieces=self.cut, **settings)
+        assert stage.program is not None
+        advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
+        make = partial(self.make, **settings)
+        made = replace(self, program=stage.program, settings=replace(self.settings, **settings))
+        return replace(made, folder=folder, make=make, advice=advice, replan_after=0)
+
+    def at(self, traced: Traced) -> Code:
+        """The code at other sizes of the same graph: another plan of the same regions.  Raises as ``remade``."""
+        pieces, likes = self.cut.at(traced), ((self.program.problem, self.program.plan),)
+        if self.folder is None:
+            stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
+            assert stage.plan is not None
+            if stage.plan.placement == self.program.plan.placement:  # its transfers are proved
+                program = replace(self.program, problem=pieces.problem, plan=stage.plan)
+                return replace(self, program=program, cut=pieces)
+            likes = ((pieces.problem, stage.plan),)
+        stage, folder = self.make(pieces=pieces, likes=likes)
+        assert stage.program is not None
+        return replace(self, program=stage.program, cut=pieces, folder=folder)
+
+
+@dataclass(eq=False)
+class CurrentCode:
+    """The code that runs on the weights of one model.  It outlives the model's programs.
+
+    ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
+    """
+
+    code: Code
+    by_itself: bool = False
+
+    def run(self, code: Code, by_itself: bool) -> None:
+        """Let the next call run ``code``."""
+        self.code, self.by_itself = code, by_itself
+
+
+class Codes:
+    """The codes of one graph, by sizes and goals for which they were planned.  Other sizes of equal cost have the same."""
+
+    def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
+        """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
+        self.first = first
+        self._goal = goal
+        self._firsts = {Goal.of(first.settings): first}
+        self._traced = traced
+        inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
+        position = {node: i for i, node in enumerate(inputs)}
+        self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
+        known = hints(traced.graph)
+        begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
+        self._codes = {begun: {**self._firsts}}
+        self._same = {begun: begun}
+        self._clock = itertools.count()
+        self._used = {begun: next(self._clock)}  # not an order of the codes: threads ask for sizes while another plans
+
+    @property
+    def graph(self) -> GraphModule:
+        """The ATen graph."""
+        return self._traced.graph
+
+    def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
+        """The sizes by which the code of a call is known; None if there is none yet."""
+        if not self._symbols:
+            return ()
+        known = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
+        if known is not None:
+            self._used[known] = next(self._clock)
+        return known
+
+    def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
+        """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
+
+        ``changed``: what replan has set for the model, as fields of Goal.  Raises ChunkflowError if no plan meets the goal.
+        """
+        goal = replace(self._goal, **changed)
+        sizes = tuple(inputs[position] for position in self._symbols.values())
+        values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
+        code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
+        others = ((known, codes[goal]) for known, codes in self._codes.items() if goal in codes)
+        same = (known for known, other in others if other.program.same_as(code.program))
+        self._same[sizes] = known = next(same, sizes)
+        self._used[known] = next(self._clock)
+        if known == sizes:
+            self._codes[sizes] = {goal: code}
+        if len(self._codes) > KEPT_SIZES:
+            oldest = min(self._codes, key=lambda known: self._used[known])
+            del self._codes[oldest], self._used[oldest]
+            self._same = {other: known for other, known in self._same.items() if known != oldest}
+
+    def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
+        """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
+        return _under(replace(self._goal, **changed), self._codes[sizes])
+
+    def __contains__(self, sizes: Sizes) -> bool:
+        return sizes in self._codes
+
+
+def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
+    """The code for a goal, made from one for another if there is none."""
+    if goal not in codes:
+        made = next(iter(codes.values())).remade(**asdict(goal), plan=None)
+        if len(codes) >= KEPT_GOALS:
+            del codes[next(iter(codes))]
+        codes[goal] = made
+    return codes[goal]
+
+
+def bare(settings: Settings) -> Settings:
+    """Without what differs between sizes of one call, and between calls."""
+    return replace(settings, likes=(), part=False, outside=0)
