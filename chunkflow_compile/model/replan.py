@@ -92,7 +92,7 @@ def _times(sequences: Sequence[Calls]) -> dict[Calls, Timings]:
 
 
 def _own_times(sequence: Calls) -> Timings | None:
+    steps = [step for step in sequence.measurements if step.plan == sequence.plan.digest]
     if sequence.keys:
-        return sequence.timings(1)
-    steps = [step for step in sequence.measurements if step.plan == sequence.plan.digest]  # the first will do
-    return measured(sequence.plan, steps).timings() if steps else None
+        return sequence.times.timings(1)
+    return measured(sequence.plan, steps).timings() if steps else None  # the first will do

@@ -24,7 +24,7 @@ from typing import Any
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.cycle import Cycle, block_of
 from chunkflow_compile.passes.program.rewrite import Program
 
 from .arena import Arena
@@ -46,7 +46,7 @@ _MOST_CYCLES = 8
 class Solo(Sequence):
     """A program by itself.  It belongs to the placement of its model, and ends with it.
 
-    ``call``: what it runs and reads.  ``started``: when, to sort by.  ``closed``: whether it has ended.
+    ``call``: what it runs and reads.  ``title``: for errors.  ``started``: when.  ``closed``: whether it has ended.
     """
 
     closed = False
@@ -56,7 +56,10 @@ class Solo(Sequence):
         one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
         super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
         self.call = call
-        self.title = call.name
+        problem = call.program.problem
+        block = next((block for buffer in call.buffers.values() if (block := block_of(buffer.name))), "")
+        of = block if call.part and block else "the model"
+        self.title = f"{of} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
         self.started = time.monotonic()
         self.folder = code.folder
         self.watched = list[weakref.ref[Any]]()  # weights of which the arena is to hear

@@ -100,14 +100,6 @@ class Call:
         return self.code.settings.part
 
     @property
-    def name(self) -> str:
-        """The same on every rank, whose shards may differ in size."""
-        problem = self.program.problem
-        block = next((block for buffer in self.buffers.values() if (block := block_of(buffer.name))), "")
-        name = block if self.part and block else "the model"
-        return f"{name} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
-
-    @property
     def outlived(self) -> bool:
         """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
         gone = any(buffer.life is None for buffer in self.buffers.values())
@@ -266,11 +258,6 @@ class Sequence:
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The same, each as one step."""
         return tuple(map(as_one, self.passes))
-
-    def timings(self, passes: int) -> Timings | None:
-        """See :meth:`Passes.timings`; waits for those in flight."""
-        self._collect()
-        return self.times.timings(passes)
 
     def timings_due(self) -> Timings | None:
         """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due."""
