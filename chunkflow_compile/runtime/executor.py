@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,15 +48,15 @@ from .traffic import Traffic
 
 @dataclass(frozen=True)
 class _Start:
-    """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
+    """What is copied first: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
 
-    ``waits``: whether compute waits for all of it.  ``order``: in which the drive is read from this call on.
+    ``waits``: whether compute waits for all of it.  ``order``: in which the drive is read from here on, None to read on.
     """
 
     kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[tuple[str, Issue]]
     waits: bool
-    order: Order
+    order: Order | None = None
 
 
 class Executor:
@@ -166,25 +166,23 @@ class Executor:
 
     def _start_cold(self, step: Step) -> None:
         """Take over the arena: copy the chunks that stay, and those that are on their way or in use here in a pass."""
-        start = self._at_border()
-        self._copy_first(step, start, start.kept, start.prefetches, start.waits, self._versions())
+        self._copy_first(step, self._at_border(), self._versions())
 
     def _jump(self, step: Step) -> None:
         """Go on from this call of the cycle: as in a cold start, but chunks that stay are there, unless they are stale."""
         start, stale = self._at_border(), self._stale()
         kept = [copy for copy in start.kept if copy[0] in stale]
-        self._copy_first(step, start, kept, start.prefetches, start.waits or bool(stale), self._newest())
+        self._copy_first(step, replace(start, kept=kept, waits=start.waits or bool(stale)), self._newest())
 
     def _copy_rewritten(self, step: Step) -> None:
         """Copy the chunks again that are stale.  Compute waits for them: the mark that a reader awaits may be that of another
         copy."""
-        if not (stale := self._stale()):
-            self.rewritten = {}
-            return
-        start = self._at_border()
-        kept = [copy for copy in start.kept if copy[0] in stale]
-        prefetches = [prefetch for prefetch in start.prefetches if prefetch[0] in stale]
-        self._copy_first(step, None, kept, prefetches, True, self._newest())
+        if stale := self._stale():
+            start = self._at_border()
+            kept = [copy for copy in start.kept if copy[0] in stale]
+            prefetches = [prefetch for prefetch in start.prefetches if prefetch[0] in stale]
+            self._copy_first(step, _Start(kept, prefetches, waits=True), self._newest())
+        self.rewritten = {}
 
     def _stale(self) -> set[str]:
         """The weights whose values in the memory are not the newest."""
@@ -193,30 +191,21 @@ class Executor:
     def _newest(self) -> dict[str, int]:
         return {**self.state.versions, **self.rewritten}
 
-    def _copy_first(
-        self,
-        step: Step,
-        start: _Start | None,
-        kept: Sequence[tuple[str, torch.Tensor, Source]],
-        prefetches: Sequence[tuple[str, Issue]],
-        waits: bool,
-        versions: dict[str, int],
-    ) -> None:
-        """Copy into the arena before the step.  ``start``: where the drive is read from, None to read on.  ``waits``: whether
-        compute waits for the copies.  ``versions``: of the values that are in the arena then."""
+    def _copy_first(self, step: Step, start: _Start, versions: dict[str, int]) -> None:
+        """Copy into the arena before the step.  ``versions``: of the values that are there then."""
         compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
         compute.record(self.handover)
         copy.wait(self.handover)
-        if start is not None and start.order.repeated:
+        if start.order is not None and start.order.repeated:
             copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
-        for weight, target, source in kept:
+        for weight, target, source in start.kept:
             self.copy(step, target, source, f"keep {weight}")
             self.mark(weight)
             step.cost.moved += source.numel()
-        for _, issue in prefetches:
+        for _, issue in start.prefetches:
             issue(step)
-        if waits:
+        if start.waits:
             copy.record(self.primed)
             compute.wait(self.primed)
         arena.holder = self.state
