@@ -189,7 +189,7 @@ def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
     """Let the graph take inputs on ``device`` that it only moves there itself; return their positions.
 
     Qwen-Image keeps its rotary tables on the CPU and moves them in every forward: a copy from pageable memory, for which
-    the host would meet the GPU once a step.  The caller moves them once, see ``HostConstants`` in ``runtime/runner.py``.
+    the host would meet the GPU once a step.  The caller moves them once, see ``HostConstants`` in ``runtime/graph.py``.
     """
     moved = []
     for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):

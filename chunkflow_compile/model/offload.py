@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.bound_cycle import BoundCycle
-    from chunkflow_compile.runtime.session import Session
+    from chunkflow_compile.runtime.order import Solo
+    from chunkflow_compile.runtime.sequence import Sequence
 
 
 @unset_fake_temporarily()
@@ -184,20 +185,20 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
     return model
 
 
-def programs(model: nn.Module) -> tuple[Session, ...]:
+def programs(model: nn.Module) -> tuple[Solo, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
-    sessions = (s for placement in placements_of(model) for s in placement.sessions if not s.closed)
-    return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
+    found = (p for placement in placements_of(model) for p in placement.programs if not p.closed)
+    return tuple(sorted(dict.fromkeys(found), key=lambda program: program.started))
 
 
-def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
+def cycles(model: nn.Module) -> tuple[Sequence, ...]:
     """The cycles that programs of a placed model run in, the one that runs now first: their plan and their jumps.
 
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
-    known = dict.fromkeys(session.cycles for session in programs(model))
-    found = [bound for c in known for bound in sorted(c.known, key=lambda bound: bound is not c.current)]
-    return tuple(found)
+    orders = dict.fromkeys(program.arena.order for program in programs(model))
+    found = [sorted(o.cycles, key=lambda cycle: cycle is not o.current) for o in orders if o is not None]
+    return tuple(itertools.chain(*found))
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -35,7 +35,7 @@ from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.session import Session
+    from chunkflow_compile.runtime.order import Solo
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Placement:
         self.min_bytes = min_bytes
         self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)))
         self.guards = Guards(root, self.store, partial(_call_if_alive, weakref.WeakMethod(self.free)))
-        self.sessions: list[Session] = []
+        self.programs: list[Solo] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
@@ -84,34 +84,34 @@ class Placement:
         """The arena that the model's programs on one kind of device share."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
-    def attach(self, session: Session) -> None:
-        """Make a session end with this placement.
+    def attach(self, program: Solo) -> None:
+        """Make a program end with this placement.
 
-        A session of the same program on the same weights ends now: it ran a compilation that Dynamo made before the
-        weights moved, and calls no more.  So does one whose weights are gone or have other memory, which it would keep.
+        The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and
+        calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        for arena in dict.fromkeys(s.arena for s in (*self.sessions, session)):
-            arena.close_outlived()
-        for other in self.sessions:
-            if not other.closed and other is not session and session.repeats(other):
-                session.adopt(other)
-                other.close()
-        self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
+        for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
+            arena.drop_outlived()
+        for other in self.programs:
+            if not other.closed and other is not program and program.call.repeats(other.call):
+                program.adopt(other)
+                other.arena.drop(other)
+        self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Wait for the steps of other threads, and hold off new ones."""
         with self.lock(), contextlib.ExitStack() as steps:
-            for arena in sorted({s.arena for s in self.sessions}, key=id):
+            for arena in sorted({program.arena for program in self.programs}, key=id):
                 steps.enter_context(arena.lock())
             yield
 
     def free(self) -> None:
         """End the programs and give back their device memory.  The next call of each starts it again."""
         with self.lock():
-            for session in self.sessions:
-                session.close()
-            self.sessions.clear()
+            for program in self.programs:
+                program.arena.drop(program)
+            self.programs.clear()
 
     @unset_fake_temporarily()
     def move(

@@ -166,7 +166,7 @@ class _Drive:
         now, values = self.clock.now, memory[: source.numel()]
         start = now()
         if self.beside:
-            values = source.read_beside(memory)
+            values = source.read_direct(memory)
         else:
             source.read(values)
         if self.rate:

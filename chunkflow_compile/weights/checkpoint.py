@@ -135,7 +135,7 @@ class CheckpointReader:
             buffer: torch.Tensor = self._local.buffer
             values = buffer[: block.nbytes]
             if self._direct:
-                values = block.read_beside(buffer)
+                values = block.read_direct(buffer)
             else:
                 block.read(values)
             if dtype == flat.dtype:
@@ -147,7 +147,7 @@ class CheckpointReader:
             cast_alone(target, values.view(dtype))
 
     def _begin(self) -> None:
-        """A thread begins: it gets whole pages of its own, as reads beside the page cache need."""
+        """A thread begins: it gets whole pages of its own, as direct reads need."""
         self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
 
 

@@ -144,7 +144,7 @@ def test_where_memory_is_short_the_page_cache_stays_as_it_is(
     os.fsync(number)
     os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
     file = WeightFile(Descriptor(number), "the file")
-    if in_the_page_cache(number, nbytes) or file._beside is None:
+    if in_the_page_cache(number, nbytes) or file._direct is None:
         pytest.skip("the folder for temporary files is on no drive")
     spans = [(2240, 300_000), (302_240, 400_001), (702_241, len(content) - 702_241)]
     monkeypatch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, (1 << 19) if short else 1 << 40))
