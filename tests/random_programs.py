@@ -31,6 +31,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime.arena import Arena, Binding
+from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes
 
@@ -172,7 +173,7 @@ class Runs:
     def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
         """The arena's memory, for as long as this lives."""
         self.tenants.append(Tenant(plan))
-        arena.join(self.tenants[-1])
+        arena.add(self.tenants[-1], DeviceKind())
         return arena.reserve(plan.arena_bytes)
 
     def bind(self, arena: Arena, plan: Plan, names: Iterable[str], *more: Any) -> Binding:

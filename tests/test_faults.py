@@ -25,12 +25,12 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.units import enough, size
 
 
 @pytest.fixture
-def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, Session]:
+def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, Solo]:
     return run_once()
 
 
@@ -59,7 +59,7 @@ def test_a_region_that_fails(debug: tuple[str, ...], no_grad: None) -> None:
     run = compiled(model, debug=debug)
     run(torch.randn(4, 8))
     executor = programs(model)[0].executor
-    issues = executor._instructions
+    issues = executor.instructions
     failing = fail_at(lambda: None, 1, RuntimeError("no kernel image"))
     issues.insert(len(issues) // 2, lambda step: executor.device.compute.run(failing))
     with pytest.raises((ChunkflowError, RuntimeError), match="no kernel image"):
@@ -112,7 +112,7 @@ def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, mo
     assert_survives(model, twin, **budget, memory=floor)
 
 
-def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module, Solo]) -> None:
     """As for any model, the file's weights are loaded and the missing ones are named."""
     model, twin, run, _ = running
     torch.manual_seed(1)
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module,
     check_steps(run, twin, 2)
 
 
-def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module, Solo]) -> None:
     model, twin, run, session = running
     with pytest.raises(ChunkflowError, match="cannot be copied or pickled"):
         pickle.dumps(session.arena)
@@ -149,7 +149,7 @@ def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
 
 
 @pytest.mark.parametrize("beside_a_step", [False, True])
-def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.Module, Solo]) -> None:
     """A step of another thread holds locks, and that thread does not exist in the child."""
     model, twin, run, session = running
     threads, inside, forked = torch.get_num_threads(), threading.Event(), threading.Event()
@@ -193,7 +193,7 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
         assert torch.equal(run(torch.ones(4, 48)), twin(torch.ones(4, 48)))
         if rank == 2:
             session = programs(model)[0]
-            issues = session.executor._instructions
+            issues = session.executor.instructions
             fault = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if how == "killed" else (lambda: time.sleep(WITHIN))
             issues.insert(len(issues) // 2, lambda step: session.executor.device.compute.run(fault))
         if how == "late":  # not sooner: ranks that compile are late too

@@ -245,8 +245,8 @@ def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
         ballast @ ballast
 
     if slow == "compute":
-        issues = executor._instructions
-        executor._instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
+        issues = executor.instructions
+        executor.instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
     else:
         copy = executor.device.copy_bytes
         executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))
@@ -289,7 +289,7 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
     got = outputs()
     check_moved(model, 5)
     session = programs(model)[0]
-    session.current.code = session.code.remade(policy="resident", memory=None)
+    session.call.current.code = session.code.remade(policy="resident", memory=None)
     want = outputs()
     assert programs(model)[0].plan.moved_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -97,7 +97,7 @@ def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, mo
     check(run, twin)
     before = programs(model)[0].plan
     replan(run, policy="layerwise")
-    coming = programs(model)[0].current.code
+    coming = programs(model)[0].call.current.code
     assert coming.program.plan.arena_bytes != before.arena_bytes
     allocate, least = CpuDevice.allocate, coming.program.plan.arena_bytes
 

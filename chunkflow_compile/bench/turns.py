@@ -32,7 +32,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
@@ -135,14 +135,14 @@ class Turns:
             timings = replace(timings, compute_slowdown=self._slowdown())
         return RankRun(
             arms={arm.name: self._result(self.arms[arm.name], timings) for arm in job.arms},
-            total_bytes=self._session.program.problem.total_bytes,
+            total_bytes=self._newest.program.problem.total_bytes,
             link=link,
             load=load,
             machine=device_name(self.device),
         )
 
     @property
-    def _session(self) -> Session:
+    def _newest(self) -> Solo:
         return programs(self.model)[-1]
 
     def _compile(self) -> None:
@@ -171,17 +171,17 @@ class Turns:
         self.progress.set_description("measure compute")
         for step in range(COMPUTE_STEPS):
             self.compiled(**self.inputs(step))
-        steps = self._session.measurements[-COMPUTE_STEPS:]
+        steps = self._newest.measurements[-COMPUTE_STEPS:]
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
         compute_s = [fmean(column) for column in zip(*self._gather(mine), strict=True)]
         if job.pace is not None:
-            self._session.current.code = paced(self._session.code, compute_s, job.pace)
+            self._newest.call.current.code = paced(self._newest.code, compute_s, job.pace)
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
         self.progress.set_description("measure the link")
-        code = self._session.current.code
+        code = self._newest.call.current.code
         if load is not None:
             ports = self.job.ranks if link.shared else 1
             link = replace(link, bandwidth=ports * load.bandwidth(code.program.problem))
@@ -189,8 +189,8 @@ class Turns:
         if self.job.pace is None:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
-        emulated = code.remade(hardware=self.hardware)
-        self._session.current.code = replace(emulated, kind=replace(code.kind, link=link))
+        emulated = code.reemulated(hardware=self.hardware)
+        self._newest.call.current.code = replace(emulated, kind=replace(code.kind, link=link))
         return link_error(link)
 
     def _make_peers(self) -> None:
@@ -216,8 +216,8 @@ class Turns:
     def _calibrate(self) -> Timings:
         for step in range(CALIBRATION):
             self.compiled(**self.inputs(step))
-        session = self._session
-        return self._timings(session.plan, session.measurements[-CALIBRATION + 1 :])
+        program = self._newest
+        return self._timings(program.plan, program.measurements[-CALIBRATION + 1 :])
 
     def _timings(self, resident: Plan, steps: Sequence[StepMeasurement]) -> Timings:
         """Seconds of regions and collectives with all weights resident, mean over the ranks."""
@@ -250,7 +250,7 @@ class Turns:
 
     def _make_programs(self, timings: Timings) -> None:
         """Plan each arm that is not a peer, all with the same regions."""
-        code = self._session.code
+        code = self._newest.code
         layerwise = code.remade(policy="layerwise", timings=timings)
         for arm in self.job.arms:
             if arm.policy is None:
@@ -278,12 +278,12 @@ class Turns:
     def _rehearse(self, arm: RunningArm) -> None:
         """Run the steps from which an arm plans again, and the first ones of its new plan."""
         assert arm.code is not None
-        self._session.current.code = arm.code
+        self._newest.call.current.code = arm.code
         for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
             self.progress.set_description(f"{arm.name}: plan again")
             self.compiled(**self.inputs(step))
-            _ = self._session.measurements  # waits for them, because the next step may plan again
-        arm.code = self._session.current.code
+            _ = self._newest.measurements  # waits for them, because the next step may plan again
+        arm.code = self._newest.call.current.code
         self.progress.update(REHEARSAL)
 
     def _turn(self, arm: RunningArm, steps: Sequence[int]) -> None:
@@ -294,16 +294,16 @@ class Turns:
         """
         call, apart = self.compiled if arm.peer is None else arm.peer.call, self.job.marks_apart
         if arm.code is not None:
-            self._session.current.code = arm.code
+            self._newest.call.current.code = arm.code
         self.progress.set_description(f"{arm.name}: step {steps[0] + 1} of {self.job.steps}")
         foreign = self._foreign(arm)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
         if apart:  # of a program that goes on; a new one has its first steps marked
-            self._session.arena.streams.measure(2)
+            self._newest.arena.streams.measure(2)
         call(**before)
         if apart:
             call(**before)
-            self._session.arena.streams.measure(0)
+            self._newest.arena.streams.measure(0)
         dist.barrier()  # so that no rank's step has the time by which another is late
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -320,9 +320,9 @@ class Turns:
         arm.outputs |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
         if arm.code is not None:
-            session = self._session
-            arm.measurements += session.measurements[-(1 if apart else len(steps)) :]
-            arm.code = session.current.code
+            program = self._newest
+            arm.measurements += program.measurements[-(1 if apart else len(steps)) :]
+            arm.code = program.call.current.code
 
     def _issued(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
         """Seconds until a call returns; nothing is queued on the device.
@@ -367,7 +367,7 @@ class Turns:
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
-        if code.folder is not None:  # of all turns; a session writes those of its own turn
+        if code.folder is not None:  # of all turns; a program writes those of its own turn
             text = measured(code.program.plan, measurements).to_json()
             (code.folder / MEASURED_FILE).write_text(text)
         return ProgramRun(

@@ -1,8 +1,7 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-Turns the Dynamo graph into a :class:`Runner` without touching a weight: describes the parameters; cuts, plans, rewrites
-and verifies the ATen graph; lowers its regions.  Weights move at the runner's first call, after all of that has
-succeeded.
+Turns the Dynamo graph into a :class:`CompiledGraph` without touching a weight: describes the parameters; cuts, plans,
+rewrites and verifies the ATen graph; lowers its regions.  Weights move at the first call, after all of that has succeeded.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ from chunkflow_compile.frontend.frame import (
     warn_if_no_module_holds,
     weights_and_modules,
 )
-from chunkflow_compile.frontend.stores import index_of, move_weights, start_session
+from chunkflow_compile.frontend.module_search import blocks_around
+from chunkflow_compile.frontend.stores import index_of, move_weights, start_program
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
@@ -54,8 +54,10 @@ from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.lowering.warm_up import warm_up
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.offload import large_weights, refuse_accelerate
 from chunkflow_compile.model.placement import Placement, placement_of, placements_around
+from chunkflow_compile.model.streamable import refuse_fully_sharded
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
@@ -70,14 +72,11 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.call_site import bare
-from chunkflow_compile.runtime.codes import Code, Codes, Goal
+from chunkflow_compile.runtime.codes import Code, Codes, Goal, bare
 from chunkflow_compile.runtime.device import check_device, check_kind
-from chunkflow_compile.runtime.runner import HostConstants, Runner
+from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import buffer_of
-from chunkflow_compile.weights.modules import ModelIndex, blocks_around
-from chunkflow_compile.weights.streamable import refuse_fully_sharded
 
 _log = logging.getLogger(__name__)
 
@@ -229,11 +228,11 @@ class _MakeRunner:
     report: Callable[[str], object]
     programs: list[Program] = field(default_factory=list)
 
-    def __call__(self, aten: GraphModule, _: Sequence[Any]) -> Runner:
+    def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
         with dynamo_timed("chunkflow.program"):
             return self._runner(aten)
 
-    def _runner(self, aten: GraphModule) -> Runner:
+    def _runner(self, aten: GraphModule) -> CompiledGraph:
         self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
         traced = describe_graph(aten, self.parameters, self.index.blocks, self.chosen.lowering != "eager")
@@ -264,9 +263,9 @@ class _MakeRunner:
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
-        place = partial(start_session, self.device, self.min_bytes, code.kind, seen)
+        place = partial(start_program, self.device, self.min_bytes, code.kind, seen)
         codes = Codes(code, traced, Goal.of(chosen.settings()))
-        return Runner(codes, place, _goal_of, chosen.arena, HostConstants(self.device, tables))
+        return CompiledGraph(codes, place, _goal_of, chosen.arena, HostConstants(self.device, tables))
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
@@ -291,8 +290,8 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
     """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
     if placement is None or settings.policy != "chunkflow" or settings.timings is not None:
         return ()
-    running = [s for s in placement.sessions if not s.closed]
-    return tuple((s.program.problem, s.plan) for s in running if bare(s.code.settings) == bare(settings))
+    running = [p for p in placement.programs if not p.closed]
+    return tuple((p.program.problem, p.plan) for p in running if bare(p.code.settings) == bare(settings))
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkflow_compile.model.index import elements, is_called
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
-from chunkflow_compile.weights.modules import elements, hook_registry, is_called
+from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -33,12 +33,12 @@ from chunkflow_compile.frontend.block_kinds import (
 from chunkflow_compile.frontend.frame import guard_hooks
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.lowering.warm_up import warm_up
+from chunkflow_compile.model.compile_progress import CompileProgress
 from chunkflow_compile.model.offload import offload
 from chunkflow_compile.model.placement import Placement, placement_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import check_folder
-from chunkflow_compile.weights.progress import CompileProgress
 
 _log = logging.getLogger(__name__)
 

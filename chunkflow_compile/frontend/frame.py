@@ -18,7 +18,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
+from chunkflow_compile.frontend.module_search import held_by
 from chunkflow_compile.lowering.lower import Lowering
+from chunkflow_compile.model.index import ModelIndex, filled_by
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
@@ -28,7 +30,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
-from chunkflow_compile.weights.modules import ModelIndex, filled_by, held_by, hooks_of
+from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 def warn_if_alone(index: ModelIndex, program: Program) -> None:
     """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
     nbytes = sum(w.nbytes for w in program.problem.weights if w.name in program.offloaded)
-    if index.alone and nbytes and not program.plan.streamed:
+    if index.maybe_block and nbytes and not program.plan.streamed:
         _warn_once(
             f"The plan streams none of the {size(nbytes)} of {type(index.root).__name__}. If it is a part of a model: "
             "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "

@@ -10,15 +10,16 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
 from chunkflow_compile.frontend.frame import warn_if_no_module_holds
+from chunkflow_compile.frontend.module_search import index_around
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.placement import Placement, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
-from chunkflow_compile.weights.modules import ModelIndex
 
 
 def index_of(
@@ -38,7 +39,7 @@ def index_of(
     if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
         names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
-    index = ModelIndex.around(parameters, near, min_bytes if least is None else least)
+    index = index_around(parameters, near, min_bytes if least is None else least)
     return index, least if any(p.root is index.root for p in placements) else None
 
 
@@ -50,19 +51,19 @@ def move_weights(index: ModelIndex, device: torch.device, min_bytes: int, weight
             placement.move((index.names[id(p)], p) for p in weights)
 
 
-def start_session(
+def start_program(
     device: torch.device,
     min_bytes: int,
     kind: DeviceKind,
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
     wanted: Collection[str],
-    start: Callable[[Arena], Session],
-) -> Session:
-    """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a session.
+    start: Callable[[Arena], Solo],
+) -> Solo:
+    """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a program.
 
     ``seen``: returns the compiled model.  If the weights are not that model's, their model is searched for.
-    The session ends with the first of the placements that its weights belong to.
+    The program ends with the first of the placements that its weights belong to.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
@@ -74,10 +75,10 @@ def start_session(
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if not around:  # no module to attach the session to: it ends with the parameter
-            session = start(Arena(device))
-            next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
-            return session
+        if not around:  # no module to attach the program to: it ends with the parameter
+            program = start(Arena(device))
+            next(iter(parameters.values()))._chunkflow_program = program  # type: ignore[attr-defined]
+            return program
         with contextlib.ExitStack() as held:
             held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
             for placement in sorted(around, key=id):
@@ -86,10 +87,10 @@ def start_session(
                 continue  # another thread restored the model meanwhile
             if missing := [p for p in _missing(parameters, wanted) if id(p) in names]:
                 around[0].move((names[id(p)], p) for p in missing)
-            session = start(around[0].arena(kind))
+            program = start(around[0].arena(kind))
             for placement in around:
-                placement.attach(session)
-            return session
+                placement.attach(program)
+            return program
 
 
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
@@ -112,4 +113,4 @@ def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
 def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None, min_bytes: int) -> ModelIndex:
     if seen is not None and (index := ModelIndex.of(seen)).covers(parameters):
         return index
-    return ModelIndex.around(parameters, min_bytes=min_bytes)
+    return index_around(parameters, min_bytes=min_bytes)

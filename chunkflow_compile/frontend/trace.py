@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.offload import large_weights
+from chunkflow_compile.model.streamable import why_not
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
@@ -26,8 +28,6 @@ from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
-from chunkflow_compile.weights.modules import ModelIndex
-from chunkflow_compile.weights.streamable import why_not
 
 # Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
 NO_MODULE = "no module holds it"
@@ -189,7 +189,7 @@ def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
     """Let the graph take inputs on ``device`` that it only moves there itself; return their positions.
 
     Qwen-Image keeps its rotary tables on the CPU and moves them in every forward: a copy from pageable memory, for which
-    the host would meet the GPU once a step.  The caller moves them once, see ``HostConstants`` in ``runtime/runner.py``.
+    the host would meet the GPU once a step.  The caller moves them once, see ``HostConstants`` in ``runtime/graph.py``.
     """
     moved = []
     for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from chunkflow_compile.model.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
+from chunkflow_compile.model.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.runtime.device import check_device
@@ -21,16 +24,15 @@ from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
-from chunkflow_compile.weights.loader import DtypeOf, cast_to, keep_dtype
-from chunkflow_compile.weights.modules import ModelIndex, hooks_of
-from chunkflow_compile.weights.node import node_of, stay_away
+from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
+from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
+from chunkflow_compile.weights.modules import hooks_of
+from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.staging import GpuStagings
-from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.bound_cycle import BoundCycle
-    from chunkflow_compile.runtime.session import Session
+    from chunkflow_compile.runtime.order import Solo
+    from chunkflow_compile.runtime.sequence import Sequence
 
 
 @unset_fake_temporarily()
@@ -84,7 +86,7 @@ def offload(
             on_drive = for_the_drive(sizes, max(0, bound - beside))
     except BaseException as error:  # the other ranks of the group need not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
-            stay_away(share, _one_device(device, parameters), error)
+            report_absence(share, _one_device(device, parameters), error)
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:
@@ -183,20 +185,20 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
     return model
 
 
-def programs(model: nn.Module) -> tuple[Session, ...]:
+def programs(model: nn.Module) -> tuple[Solo, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
-    sessions = (s for placement in placements_of(model) for s in placement.sessions if not s.closed)
-    return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
+    found = (p for placement in placements_of(model) for p in placement.programs if not p.closed)
+    return tuple(sorted(dict.fromkeys(found), key=lambda program: program.started))
 
 
-def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
+def cycles(model: nn.Module) -> tuple[Sequence, ...]:
     """The cycles that programs of a placed model run in, the one that runs now first: their plan and their jumps.
 
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
-    known = dict.fromkeys(session.cycles for session in programs(model))
-    found = [bound for c in known for bound in sorted(c.known, key=lambda bound: bound is not c.current)]
-    return tuple(found)
+    orders = dict.fromkeys(program.arena.order for program in programs(model))
+    found = [sorted(o.cycles, key=lambda cycle: cycle is not o.current) for o in orders if o is not None]
+    return tuple(itertools.chain(*found))
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -205,6 +207,21 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
             f"offload casts to float32, float16 or bfloat16 of torch, not to {dtype!r}; for less, quantise the model."
         )
     return dtype
+
+
+def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
+    """As ``from_pretrained(torch_dtype=dtype)`` of diffusers: all floating-point weights of the state, except those that
+    the class of the model keeps in float32; and buffers that are filled before each call."""
+    kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
+    filled = filled_by(root)
+    known = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if name not in known or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            return tensor.dtype
+        return torch.float32 if kept & set(name.split(".")) else dtype
+
+    return of
 
 
 def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:

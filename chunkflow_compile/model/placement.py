@@ -17,6 +17,8 @@ from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
+from chunkflow_compile.model.compile_progress import CompileProgress
+from chunkflow_compile.model.index import filled_by, shards_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
@@ -27,14 +29,13 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
+from chunkflow_compile.weights.leaves import align, leaves_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
-from chunkflow_compile.weights.modules import filled_by
 from chunkflow_compile.weights.node import Node
-from chunkflow_compile.weights.progress import CompileProgress, moving
+from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.session import Session
+    from chunkflow_compile.runtime.order import Solo
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Placement:
         self.min_bytes = min_bytes
         self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)))
         self.guards = Guards(root, self.store, partial(_call_if_alive, weakref.WeakMethod(self.free)))
-        self.sessions: list[Session] = []
+        self.programs: list[Solo] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
@@ -83,34 +84,34 @@ class Placement:
         """The arena that the model's programs on one kind of device share."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
-    def attach(self, session: Session) -> None:
-        """Make a session end with this placement.
+    def attach(self, program: Solo) -> None:
+        """Make a program end with this placement.
 
-        A session of the same program on the same weights ends now: it ran a compilation that Dynamo made before the
-        weights moved, and calls no more.  So does one whose weights are gone or have other memory, which it would keep.
+        The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and
+        calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        for arena in dict.fromkeys(s.arena for s in (*self.sessions, session)):
-            arena.close_outlived()
-        for other in self.sessions:
-            if not other.closed and other is not session and session.repeats(other):
-                session.adopt(other)
-                other.close()
-        self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
+        for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
+            arena.drop_outlived()
+        for other in self.programs:
+            if not other.closed and other is not program and program.call.repeats(other.call):
+                program.adopt(other)
+                other.arena.drop(other)
+        self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Wait for the steps of other threads, and hold off new ones."""
         with self.lock(), contextlib.ExitStack() as steps:
-            for arena in sorted({s.arena for s in self.sessions}, key=id):
+            for arena in sorted({program.arena for program in self.programs}, key=id):
                 steps.enter_context(arena.lock())
             yield
 
     def free(self) -> None:
         """End the programs and give back their device memory.  The next call of each starts it again."""
         with self.lock():
-            for session in self.sessions:
-                session.close()
-            self.sessions.clear()
+            for program in self.programs:
+                program.arena.drop(program)
+            self.programs.clear()
 
     @unset_fake_temporarily()
     def move(
@@ -127,6 +128,7 @@ class Placement:
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
+            self.store.refuse_aliases(p for _, p in todo)
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
             loader: WeightLoader | None = None
@@ -139,10 +141,7 @@ class Placement:
                     for names, tensor in todo:
                         self.store.add(names, tensor, loader)
                         moved(loader.work(names[0]))
-                    loader.finish()
-                    self.store.moved()
-                    if node is not None:
-                        self.store.agree(node)
+                    self.store.finish_move(loader, node)
                 align(self.root)
                 self.guards.add()
                 self._let_fill()
@@ -160,7 +159,7 @@ class Placement:
             if todo:
                 give_free_memory_back()
                 how = "came after the model was placed, and such weights do not go to the drive"
-                self.store.entered(todo[-1][0][0], how)
+                self.store.warn_over_bound(todo[-1][0][0], how)
 
     def _let_fill(self) -> None:
         """Let each buffer that a module fills know how."""

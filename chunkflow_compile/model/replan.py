@@ -15,12 +15,10 @@ from chunkflow_compile.options import Options
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
-from chunkflow_compile.runtime.bound_cycle import BoundCycle
-from chunkflow_compile.runtime.codes import Code
-from chunkflow_compile.runtime.cycles import Cycles
 from chunkflow_compile.runtime.measurement import measured
+from chunkflow_compile.runtime.order import replan as plan_again
 from chunkflow_compile.runtime.rank_times import RankTimes
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.sequence import Sequence as Calls
 
 
 def replan(
@@ -61,47 +59,30 @@ def replan(
     elif as_measured:
         goal = {"plan": None}  # a plan from a file would run whatever was measured
     running = cycles(model) if as_measured else ()
-    together = [p for p in found if any(p.key in bound.keys for bound in running)]
-    apart = [p for p in found if p not in together]
-    if "policy" in goal:
-        running = ()  # planned when their order has repeated again
-    else:
-        found = apart
-    times = _times(apart if as_measured else (), running)
-    codes, shared = [], dict[int, Code]()
-    for program in found:
-        code = program.current.code  # of the newest goal, which may not have run yet
-        if program.alone in times:
-            codes.append(code.remade(**goal, timings=times[program.alone]))
-        else:  # blocks of one kind share their code
-            key = id(code)
-            shared[key] = shared.get(key) or code.remade(**goal)
-            codes.append(shared[key])
+    apart = [program for program in found if not any(program.call.key in cycle.keys for cycle in running)]
+    sequences: list[Calls] = [*apart, *running]
+    timed = sequences if as_measured else []
+    if "policy" in goal:  # cycles are planned when their order has repeated again
+        sequences, timed = [*found], [s for s in timed if not s.keys]
+    times = _times(timed)
     with contextlib.ExitStack() as locks:
-        for arena in sorted({bound.arena for bound in running}, key=id):
+        for arena in sorted({sequence.arena for sequence in sequences}, key=id):
             locks.enter_context(arena.lock())
-        plans = [Cycles.of(bound.arena).plan_again(bound, times[bound]) for bound in running]
-        for _, swap in plans:
-            swap()
+        plan_again({sequence: times.get(sequence) for sequence in sequences}, goal)
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
             placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}
-    for program, code in zip(found, codes, strict=True):
-        program.current.code, program.current.by_itself = code, False
     return model
 
 
-def _times(apart: Sequence[Session], cycles: Sequence[BoundCycle]) -> dict[BoundCycle, Timings]:
-    """The measured times of programs outside cycles and of cycles, the largest of all ranks that run them.
+def _times(sequences: Sequence[Calls]) -> dict[Calls, Timings]:
+    """The measured times of sequences, the largest of all ranks that run them.
 
     Raises ChunkflowError if a rank has none of one, or does not come.
     """
-    sequences = [*(program.alone for program in apart), *cycles]
-    own = [*map(_own_times, apart), *(bound.timings(1, wait=True) for bound in cycles)]
-    names = [f"{i}: {sequence.name}" for i, sequence in enumerate(sequences)]
-    ranks = RankTimes(
-        (group for sequence in sequences for group in sequence.groups), dict(zip(names, own, strict=True))
-    )
+    names = [f"{i}: {sequence.times.name}" for i, sequence in enumerate(sequences)]
+    groups = (group for sequence in sequences for group in sequence.times.groups)
+    ranks = RankTimes(groups, dict(zip(names, map(_own_times, sequences), strict=True)))
     while ranks.missing:
         ranks.read(wait=True)
     found = {s: times for s, name in zip(sequences, names, strict=True) if (times := ranks.timings[name]) is not None}
@@ -110,7 +91,8 @@ def _times(apart: Sequence[Session], cycles: Sequence[BoundCycle]) -> dict[Bound
     return found
 
 
-def _own_times(program: Session) -> Timings | None:
-    digest = program.plan.digest
-    steps = [step for step in program.measurements if step.plan == digest]
-    return measured(program.plan, steps).timings() if steps else None
+def _own_times(sequence: Calls) -> Timings | None:
+    steps = [step for step in sequence.measurements if step.plan == sequence.plan.digest]
+    if sequence.keys:
+        return sequence.times.timings(1)
+    return measured(sequence.plan, steps).timings() if steps else None  # the first will do

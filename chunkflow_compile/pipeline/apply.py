@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -35,10 +36,12 @@ from chunkflow_compile.pipeline.phase import Phase, kept_by
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes
-from chunkflow_compile.weights.checkpoint import unread
+from chunkflow_compile.weights.bytes import alias
+from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
 from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.source import DriveBytes
 
 _log = logging.getLogger(__name__)
 
@@ -335,3 +338,13 @@ def _total(memory: int | str | None, device: torch.device) -> int:
 
 def _weight_bytes(model: nn.Module) -> int:
     return sum(leaf.nbytes for leaf in leaves_of(model))
+
+
+def unread(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of those of ``tensors`` that still lie in the files that this process maps."""
+    mappings, parts = Mappings(), dict[int, DriveBytes]()
+    for tensor in tensors:
+        with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
+            if (part := mappings.part(alias(tensor))) is not None:
+                parts[id(tensor)] = part
+    return sum(part.nbytes for part in parts.values())

@@ -18,8 +18,8 @@ from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.first_step import first_step_phases
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.report.record import seconds
-from chunkflow_compile.runtime.measurement import Measured, measured
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.measurement import Measured, as_one, measured
+from chunkflow_compile.runtime.order import Solo
 
 
 def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
@@ -46,20 +46,19 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     running = cycles(compiled)
     bound = next((r for r in running if r.measurements), None)
     if bound is not None:
-        plan = bound.cycle.plan
+        plan = bound.plan
         explanation = explain_plan(plan, measured(plan, bound.measurements), f"a pass over {len(bound.calls)} calls")
-        notes = dict.fromkeys(note for session in found for note in session.code.notes)
+        notes = dict.fromkeys(note for program in found for note in program.code.notes)
         calls = tuple(call_figures(bound.cycle))
         return replace(explanation, calls=calls, jumps=bound.jumps, notes=tuple(notes), first_step=first_step)
-    parts = {
-        p.reads: (p, measured(p.plan, p.alone.measurements)) for p in found if p.alone.measurements
-    }  # of the newest size
+    # of the newest size, and outside cycles
+    parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in found if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(
             "The programs of this model run as a cycle of which no pass was measured yet: call the model again."
         )
     newest, times = [*parts.values()][-1]
-    if not newest.part or len(parts) == 1:
+    if not newest.call.part or len(parts) == 1:
         explanation = explain_plan(newest.plan, times)
     else:
         newest, times = max(parts.values(), key=lambda part: part[1].step_s)
@@ -68,13 +67,13 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     return replace(explanation, notes=newest.code.notes, first_step=first_step)
 
 
-def _name(part: Session) -> str:
+def _name(part: Solo) -> str:
     """The block or the layer of a part."""
     weight = next((buffer.name for buffer in part.buffers.values()), "")
     return block_of(weight) or weight.rpartition(".")[0] or "a part without large weights"
 
 
-def _part(chosen: Session, parts: Sequence[tuple[Session, Measured]], planned: bool) -> str:
+def _part(chosen: Solo, parts: Sequence[tuple[Solo, Measured]], planned: bool) -> str:
     """What a part is one of.  ``planned``: whether there is a cycle of them already."""
     predicted = [p.plan.predicted.step_s for p, _ in parts if p.plan.predicted is not None]
     together = f"{seconds(sum(predicted))} as predicted and {seconds(sum(m.step_s for _, m in parts))} as measured"
@@ -82,7 +81,7 @@ def _part(chosen: Session, parts: Sequence[tuple[Session, Measured]], planned: b
         f"{_name(chosen)} takes longest of the {len(parts)} parts of this model, and is explained here. A call of each takes "
         f"{together}."
     )
-    if chosen.key is None:  # cycles are disabled, or the user chose its placement
+    if chosen.call.key is None:  # cycles are disabled, or the user chose its placement
         return text
     when = "is measured" if planned else "runs as one cycle, from the third on"
     return f"{text} Once a pass over all of them {when}, that is explained."

@@ -127,7 +127,7 @@ class Metrics:
 
     def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
         """``taken``: the arenas that are counted with an earlier model, which this adds to."""
-        arenas = {s.arena for p in placements for s in [*p.sessions] if not s.closed} - taken
+        arenas = {program.arena for p in placements for program in [*p.programs] if not program.closed} - taken
         taken |= arenas
         buffers = [b for p in placements for b in p.store.buffers]
         figures: dict[str, float] = {
@@ -140,7 +140,9 @@ class Metrics:
         if root is not None and (budget := budget_of(root)) is not None:
             figures["chunkflow_budget_bytes"] = budget.total
         else:
-            goals = [s.code.settings.memory for p in placements for s in [*p.sessions] if not s.closed]
+            goals = [
+                program.code.settings.memory for p in placements for program in [*p.programs] if not program.closed
+            ]
             if goals and None not in goals:
                 figures["chunkflow_budget_bytes"] = max(g for g in goals if g is not None)
         return figures

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any, NoReturn
 
@@ -15,9 +16,13 @@ from torch import nn
 from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.problem import Collective, Problem, Region
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.measurement import seconds_of_calls
+from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.sequence import CallKey, Sequence
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -48,7 +53,7 @@ class Phase:
         self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[Session], int]] = []  # in the newest call, and how often
+        self._ran: list[tuple[weakref.ref[Solo], int]] = []  # in the newest call, and how often
 
     @property
     def root(self) -> nn.Module:
@@ -86,11 +91,11 @@ class Phase:
         ]
         return max([self.kept, *needed])
 
-    def steps(self) -> dict[Session, int]:
+    def steps(self) -> dict[Solo, int]:
         """How often each of its programs has run."""
-        return {tenant: tenant.steps for tenant in self.arena.tenants if isinstance(tenant, Session)}
+        return {program: program.call.steps for program in self.arena.programs}
 
-    def ended(self, before: dict[Session, int], seconds: float) -> None:
+    def ended(self, before: dict[Solo, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""
         self._seconds.append(seconds)
         counts = {session: count - before.get(session, 0) for session, count in self.steps().items()}
@@ -121,20 +126,20 @@ class Phase:
             notes=tuple(notes),
         )
 
-    def _newest(self) -> list[tuple[Session, int]]:
+    def _newest(self) -> list[tuple[Solo, int]]:
         """The programs of the newest call, and how often each ran."""
         return [(session, count) for ref, count in self._ran if (session := ref()) is not None]
 
     def _predicted(self) -> float | None:
         """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
         found = self._newest()
-        problems = {session.key: session.program.problem for session, _ in found}
+        problems = {session.call.key: session.program.problem for session, _ in found}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(session.code.cut) in cuts for session, _ in found):
-                return bound.predicted(problems.keys())
+                return _predicted(bound, problems.keys())
             if problems.keys() == set(bound.keys):  # at other sizes
-                return bound.played(problems)
+                return _played(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in found if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
@@ -145,10 +150,32 @@ class Phase:
         """
         found = self._newest()
         if found and not any(session.closed for session, _ in found):
-            steps = [([*(s.measurements if wait else s.measured)], count) for s, count in found]
+            steps = [([*(s.measurements if wait else s.call.measured)], count) for s, count in found]
             if all(measured for measured, _ in steps):
                 return sum(count * _median([m.step_s for m in measured]) for measured, count in steps)
         return _median([*self._seconds]) if self._seconds else None
+
+
+def _predicted(cycle: Sequence, keys: Collection[CallKey | None]) -> float | None:
+    """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
+    if cycle.plan.predicted is None:
+        return None
+    return sum(seconds for key, seconds in zip(cycle.keys, seconds_of_calls(cycle.cycle), strict=True) if key in keys)
+
+
+def _played(cycle: Sequence, problems: Mapping[CallKey | None, Problem]) -> float:
+    """Predicted seconds of a pass in which the calls with these keys have other sizes: those of the problems."""
+    whole, plan = cycle.cycle.problem, cycle.plan
+    regions, collectives = list[Region](), list[Collective]()
+    for key, call in zip(cycle.keys, cycle.calls, strict=True):
+        here = call.cut.problem
+        there = problems.get(key, here)
+        old = whole.regions[len(regions) : len(regions) + len(here.regions)]
+        regions += [replace(mine, cost=other.cost) for mine, other in zip(old, there.regions, strict=True)]
+        met = whole.collectives[len(collectives) : len(collectives) + len(here.collectives)]
+        collectives += [replace(mine, nbytes=other.nbytes) for mine, other in zip(met, there.collectives, strict=True)]
+    problem = replace(whole, regions=tuple(regions), collectives=tuple(collectives))
+    return Simulator(problem, cycle.settings.hardware, plan.chunk_bytes).step_under(plan)
 
 
 def kept_by(phases: Iterable[Phase]) -> int:

@@ -13,8 +13,8 @@ from torch import nn
 from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.metrics import models_of
-from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import as_one
+from chunkflow_compile.runtime.sequence import Sequence as CallSequence
 
 # Begin and end, seconds of time.monotonic(), and attributes.
 _Step = tuple[float, float, dict[str, Any]]
@@ -65,14 +65,14 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
 
 def _steps(model: nn.Module, begun: float, known: set[int]) -> Iterator[_Step]:
     """Those of a model that ended after ``begun``.  ``known``: the cycles shown already, which this adds to."""
-    for bound in [*cycles(model), *(session.alone for session in programs(model))]:
+    for bound in [*cycles(model), *programs(model)]:
         if id(bound) not in known:
             known.add(id(bound))
             yield from _passes(bound, begun)
 
 
-def _passes(bound: BoundCycle, begun: float) -> Iterator[_Step]:
-    plan = bound.cycle.plan
+def _passes(bound: CallSequence, begun: float) -> Iterator[_Step]:
+    plan = bound.plan
     for calls in bound.passes:
         zero, whole, last = bound.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s

@@ -6,9 +6,10 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.fx import GraphModule
@@ -22,17 +23,19 @@ from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.host_store import pin_all, ring_of
+from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.progress import moving
-from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
-from .call_site import Bound, CallKey, CallSite, Learnt
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
-from .locks import ProcessLock
+from .locks import ProcessLock, aside
 from .read_ahead import ReadAhead
+
+if TYPE_CHECKING:
+    from .order import Order, Solo
+    from .sequence import Sequence as Bound
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -66,7 +69,6 @@ class Binding:
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
     ``state``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
     ``marks``: the marks of the copies, if they were computed already.
-    ``ring``: of the ranks that share the weights on the drive, if they are all of one model.
     """
 
     arena: Arena
@@ -75,7 +77,6 @@ class Binding:
     hosts: Mapping[str, Source]
     state: SlotState | None = None
     marks: Arrivals | None = None
-    ring: SharedRing | None = None
 
 
 class Arena:
@@ -92,38 +93,23 @@ class Arena:
         self.device = check_device(device)
         self.lock = ProcessLock()  # held for a step
         self.holder: SlotState | None = None  # that of the program that ran last
-        self.outdated = False  # whether a weight of a tenant was dropped since the last step
+        self.outdated = False  # whether a weight of a program was dropped since the last step
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
         self.most: int | None = None  # bytes of weights, of all models together; None for the sum of their budgets
         self._make = make
-        self._calls = 0  # so far
-        # the ranks of a process group -> how many calls they have met in, and which call was the newest of them
-        self._met: dict[tuple[int, ...], tuple[int, int]] = {}
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
-        self._tenants: list[weakref.ref[CallSite]] = []
+        self._programs: list[weakref.ref[Solo]] = []
         # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
-        self.cycles: Learnt | None = None  # what the tenants run as cycles (cycles.py)
+        self.order: Order | None = None  # in which the programs run
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
-
-    def called(self, groups: Collection[tuple[int, ...]]) -> None:
-        """Count a call, in which this rank meets those of each of ``groups``."""
-        self._calls += 1
-        for group in groups:
-            count, _ = self._met.get(group, (0, 0))
-            self._met[group] = count + 1, self._calls
-
-    def number(self, ranks: Collection[int]) -> Number:
-        """The number of the newest call, the same on all of ``ranks``: it counts the calls in which all of them met."""
-        met = [found for group, found in self._met.items() if set(group).issuperset(ranks)]
-        return sum(count for count, _ in met), self._calls - max((newest for _, newest in met), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +123,7 @@ class Arena:
         return self.nbytes + sum(distinct.values())
 
     def evict(self) -> None:
-        """Free the memory and the resident weights; the next step of each tenant brings back what it needs."""
+        """Free the memory and the resident weights; the next step of each program brings back what it needs."""
         with self.lock():
             self.refuse_inside()
             self._unbind()
@@ -178,7 +164,7 @@ class Arena:
         state = self._states.get(placement)
         if state is None:
             state = self._states[placement] = SlotState(self.streams, len(marks.marked))
-        return Binding(self, values, slots, hosts, state, marks, ring_of(buffers[name] for name in slots))
+        return Binding(self, values, slots, hosts, state, marks)
 
     def keep(
         self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
@@ -202,14 +188,15 @@ class Arena:
         return kept
 
     def release(self, owner: Bound) -> None:
-        """Let go of the weights that ``owner`` keeps on the device beside the memory."""
+        """Unbind a sequence, and let go of the weights that it keeps on the device beside the memory."""
+        owner.unbind()
         self._residents.pop(owner, None)
 
-    def release_alone(self, keys: Collection[CallKey | None]) -> None:
-        """Release the programs with these keys outside cycles: a cycle has their weights in the memory."""
-        for tenant in self.tenants:
-            if tenant.key in keys:
-                tenant.alone.release()
+    def displace(self, buffers: Iterable[HostBuffer]) -> None:
+        """Release the programs by themselves that keep any of these weights: a cycle has them in the memory."""
+        for owner, kept in list(self._residents.items()):
+            if not owner.keys and any(buffer in kept for buffer in buffers):
+                self.release(owner)
 
     def _evict_for(self, nbytes: int, beside: int) -> None:
         """Evict all if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
@@ -217,8 +204,8 @@ class Arena:
         What a program leaves may be more than the next one's plan has room for.
         """
         budgets: dict[int, int | None] = {}
-        for tenant in self.tenants:
-            model, budget = tenant.budget
+        for program in self.programs:
+            model, budget = program.call.budget
             known = budgets.get(model, 0)
             budgets[model] = None if budget is None or known is None else max(budget, known)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
@@ -241,15 +228,10 @@ class Arena:
             self._reader = ReadAhead(self.streams.pin, rate, self.streams.clock)
         return self._reader
 
-    def alone(self) -> None:
-        """Let copies wait for no other rank any more: a call has failed, or the reader is about to stop."""
-        if self._reader is not None:
-            self._reader.alone()
-
     @property
-    def tenants(self) -> Sequence[CallSite]:
-        """The programs that are bound to the memory, oldest first."""
-        return [t for ref in self._tenants if (t := ref()) is not None]
+    def programs(self) -> list[Solo]:
+        """Those that run in the memory, oldest first."""
+        return [program for ref in self._programs if (program := ref()) is not None]
 
     def prove(self, program: Program) -> None:
         """Verify a program together with each that runs here, once for each pair of modules with their transfers.
@@ -257,16 +239,15 @@ class Arena:
         Raises FindingError if they are not safe in one arena.
         """
         mine = program.module
-        for other in [t.program for t in self.tenants]:
+        for other in [running.program for running in self.programs]:
             theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
                 verify_together(other, program)
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def join(self, tenant: CallSite, *, kind: DeviceKind | None = None) -> None:
-        """Add a tenant.  Raises ChunkflowError if the other tenants use another ``kind`` of device."""
-        kind = kind or DeviceKind()
+    def add(self, program: Solo, kind: DeviceKind) -> None:
+        """Let a program run here.  Raises ChunkflowError if the others use another ``kind`` of device."""
         with self.lock():
             self.refuse_inside()
             self.sweep()
@@ -277,7 +258,10 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            self._tenants.append(weakref.ref(tenant))
+            arena = weakref.ref(self)
+            lives = (buffer.life for buffer in program.call.buffers.values())
+            program.watched = [weakref.ref(life, partial(_weight_died, arena)) for life in lives if life is not None]
+            self._programs.append(weakref.ref(program, partial(_sweep, arena)))
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
@@ -291,7 +275,7 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and tenants are bound again at their next step; then ``grows`` is called.  Raises
+        The old memory is freed first, and programs are bound again at their next step; then ``grows`` is called.  Raises
         ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
         or freed, if the device has lost the room for that too.
         """
@@ -318,39 +302,47 @@ class Arena:
             self._streams.release()
         self._states.clear()
 
-    def leave(self, tenant: CallSite) -> None:
-        """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
+    def drop(self, program: Solo) -> None:
+        """End a program: wait for its step and the copies in flight, and free what it holds.  Cycles move its weights too."""
         with self.lock():
-            self._tenants = [ref for ref in self._tenants if ref() is not tenant]
-            self.sweep()
+            if program.closed:
+                return
+            try:
+                for bound in list(self._residents):
+                    if bound is program or bound.keys:
+                        self.release(bound)
+            finally:  # also after an interrupt: the memory must be released
+                program.end()
+                self._programs = [ref for ref in self._programs if ref() is not program]
+                self.sweep()
 
-    def close_outlived(self) -> None:
-        """Close the tenants that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
+    def drop_outlived(self) -> None:
+        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
         self.outdated = False
-        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one joins a program for each block
-        for tenant in self.tenants:
-            if tenant.reads not in outlived:
-                outlived[tenant.reads] = tenant.outlived
-            if outlived[tenant.reads]:
-                tenant.close()
+        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
+        for program in self.programs:
+            reads = program.call.reads
+            if reads not in outlived:
+                outlived[reads] = program.call.outlived
+            if outlived[reads]:
+                self.drop(program)
 
     def sweep(self) -> None:
-        """Remove tenants that were garbage-collected without being closed."""
+        """Forget programs that were garbage-collected.  With the last one, the memory is freed and the streams are closed."""
         with self.lock():
-            self._tenants = [ref for ref in self._tenants if ref() is not None]
-            if not self._tenants and self.cycles is not None:
-                self.cycles.close()
-                self.cycles = None
-            if not self._tenants and self._streams is not None:
-                self.alone()  # the streams close when their copies have ended
-                streams, memory = self._streams, self._memory
-                self._streams = self._memory = self.holder = None
-                self._states.clear()  # a program that was closed may still hold one, with events of these streams
-                streams.close()
-                if self._reader is not None:
-                    self._reader.close()
-                    self._reader = None
-                del memory  # not sooner: copies into it may have been in flight
+            self._programs = [ref for ref in self._programs if ref() is not None]
+            if self._programs or self._streams is None:
+                return
+            for bound in list(self._residents):
+                self.release(bound)
+            streams, memory = self._streams, self._memory
+            self.order = self._streams = self._memory = self.holder = None
+            self._states.clear()  # a program that has ended may still hold one, with events of these streams
+            streams.close()
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+            del memory  # not sooner: copies into it may have been in flight
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
@@ -373,3 +365,17 @@ class Arena:
             "An arena is device memory of this process and cannot be copied or pickled: create another with "
             "chunkflow_compile.Arena(device)."
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
+    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
+    if (arena := ref()) is not None:
+        arena.outdated = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _sweep(ref: weakref.ref[Arena], _: object) -> None:
+    """Remove a program that was dropped with its model from its arena, which other models may share."""
+    if (arena := ref()) is not None:
+        aside(arena.sweep)

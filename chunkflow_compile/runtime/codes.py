@@ -101,13 +101,17 @@ class Code:
 
 @dataclass(eq=False)
 class CurrentCode:
-    """The code that runs on the weights of one model.  It outlives the model's sessions.
+    """The code that runs on the weights of one model.  It outlives the model's programs.
 
     ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
     """
 
     code: Code
     by_itself: bool = False
+
+    def run(self, code: Code, by_itself: bool) -> None:
+        """Let the next call run ``code``."""
+        self.code, self.by_itself = code, by_itself
 
 
 class Codes:
@@ -179,3 +183,8 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
             del codes[next(iter(codes))]
         codes[goal] = made
     return codes[goal]
+
+
+def bare(settings: Settings) -> Settings:
+    """Without what differs between sizes of one call, and between calls."""
+    return replace(settings, likes=(), part=False, outside=0)

@@ -22,45 +22,51 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, border
 from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.weights.groups import ranks_of
-from chunkflow_compile.weights.shared_ring import Number
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Binding, SlotState
-from .instructions import Cost, Issue, Issuer, Step
+from .host_flag import HostFlag
+from .instructions import Cost, Issue, Step, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
-from .read_thread import Order
+from .read_ahead import Order, Reading
+from .traffic import Traffic
 
 
 @dataclass(frozen=True)
-class _Cold:
-    """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
+class _Start:
+    """What is copied first: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
 
-    ``waits``: whether compute waits for all of it.  ``order``: in which the drive is read from this call on.
+    ``waits``: whether compute waits for all of it.  ``order``: in which the drive is read from here on, None to read on.
     """
 
     kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[tuple[str, Issue]]
     waits: bool
-    order: Order
+    order: Order | None = None
 
 
 class Executor:
-    """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena."""
+    """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
+
+    ``traffic``: the transfers that it issues.  ``flag``: holds copies back beside collectives, in the policy that does so.
+    ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
+    ``rewritten``: weights that were written since they were copied, with the versions of their values.  ``cost``: of the
+    newest step.  ``wanted``: whether a plan is to be made from the times of its steps.
+    """
 
     def __init__(
         self,
@@ -78,37 +84,42 @@ class Executor:
         ``versions``: returns those of the values of all weights of the cycle.
         """
         self.program = program
+        self.regions = regions
         self.cycle = cycle or Cycle.of(program)
         self.call = next(i for i, call in enumerate(self.cycle.calls) if call is program)
-        self._next = (self.call + 1) % len(self.cycle.calls)
         self.device = device = binding.arena.streams
         self.binding = binding
+        self.poison = poison
+        self.marks = binding.marks or arrivals(self.cycle)
+        self.state = binding.state or SlotState(device, len(self.marks.marked))
+        self.traffic = Traffic()
+        self.flag = HostFlag() if program.plan.policy == "host-yield" else None
+        # checked chunk by chunk, copies read the drive themselves
+        held = {} if self.flag is not None else binding.hosts
+        self.on_drive = frozenset(name for name, source in held.items() if isinstance(source, DriveBytes))
+        self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
+        self.opening, self.started, self.ended = device.event(), device.event(), device.event()
+        self.handover, self.primed = device.event(), device.event()
+        self.rewritten: dict[str, int] = {}
+        self.cost = Cost()
+        self.wanted = False
         self._file = file
         self._versions = versions
-        self.written: dict[str, int] = {}  # weight -> version of its values, to compare with those in the memory
+        self._next = (self.call + 1) % len(self.cycle.calls)
         self._plan = self.cycle.plan.digest
         self._steps = 0
-        self.cost = Cost()  # of the newest step
-        self.wanted = False  # whether a plan is to be made from the times of its steps
-        self._known = True  # whether the step before was measured, or there was none
-        self._handover, self._primed = device.event(), device.event()
+        self._measured = True  # whether the step before was, or there was none
         self._windows = len(program.problem.regions)
-        self.marks = marks = binding.marks or arrivals(self.cycle)
-        self.state = binding.state or SlotState(device, len(marks.marked))
-        self._issuer = Issuer(program, regions, binding, state=self.state, arrivals=marks, poison=poison)
-        self.traffic = self._issuer.traffic
+        self._streams = bool(program.plan.streamed)
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-        placeholders = [names.get(n.name) for n in self._issuer.number if n.op == "placeholder"]
+        placeholders = [names.get(n.name) for n in self.number if n.op == "placeholder"]
         # the positions of weights whose readers get a slot or a resident copy instead of the parameter
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
-        ring = binding.ring
-        self._ring = ring if ring is not None and _in_step(self.cycle, ring.ranks) else None
-        self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
-        self._streams = bool(program.plan.streamed)
-        self._cold: _Cold | None = None  # made when it is needed: few calls of a cycle ever begin a turn
-        self._instructions = list(self._issuer.instructions())
+        self._start: _Start | None = None
+        self._later: list[Any] = [None] * (len(self.number) - len(placeholders))
+        self.instructions = list(instructions(self))
 
     def run(self, args: Sequence[Any]) -> Any:
         """Run one step on the inputs of the traced graph; return its outputs.
@@ -119,7 +130,6 @@ class Executor:
             step = self.enqueue(args)
             self.device.deliver()
         except BaseException:
-            self.binding.arena.alone()
             self.forget()
             raise
         return step.outputs
@@ -129,123 +139,150 @@ class Executor:
         env = [*args, *self._later]
         for position, value in self._values:
             env[position] = value
-        ready = self.binding.arena.holder is self.state and self.state.next == self.call
-        if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
-            self.state.marked = self.device.choose(self._steps, self.wanted)
-        begun = self.device.start(self.state.marked, self._known)
-        self._known = begun is not None
-        step = Step(env, Cost(no_seconds(self._windows) if self._known else None), self._steps)
+        state = self.state
+        jumps = state.next != self.call
+        if self.call == 0 or jumps:  # a pass begins
+            state.marked = self.device.choose(self._steps, self.wanted)
+        begun = self.device.start(state.marked, self._measured)
+        self._measured = begun is not None
+        step = Step(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps)
         self.cost = step.cost
         self._steps += 1
-        # a program that streams nothing leaves the arena to the others
-        if self._streams and (self.written or not ready):
-            self._prime(step, ready)
-        if ready and self._ring is not None and self._issuer.on_drive:
-            self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
-        self.state.next = None
-        for issue in self._instructions:
+        if self._streams:  # else it leaves the arena to the others
+            if self.binding.arena.holder is not state:
+                self._start_cold(step)
+            elif jumps:
+                self._jump(step)
+            elif self.rewritten:
+                self._copy_rewritten(step)
+        state.next = None
+        for issue in self.instructions:
             issue(step)
-        self.state.next = self._next
+        state.next = self._next
         # not the step: its values would live too long
-        self.device.finish(begun, partial(self._finish, step.cost, self.state.turns))
-        self.state.turns += 1
+        self.device.finish(begun, partial(self._finish, step.cost, state.turns))
+        state.turns += 1
         return step
+
+    def _start_cold(self, step: Step) -> None:
+        """Take over the arena: copy the chunks that stay, and those that are on their way or in use here in a pass."""
+        self._copy_first(step, self._at_border(), self._versions())
+
+    def _jump(self, step: Step) -> None:
+        """Go on from this call of the cycle: as in a cold start, but chunks that stay are there, unless they are stale."""
+        start, stale = self._at_border(), self._stale()
+        kept = [copy for copy in start.kept if copy[0] in stale]
+        self._copy_first(step, replace(start, kept=kept, waits=start.waits or bool(stale)), self._newest())
+
+    def _copy_rewritten(self, step: Step) -> None:
+        """Copy the chunks again that are stale.  Compute waits for them: the mark that a reader awaits may be that of another
+        copy."""
+        if stale := self._stale():
+            start = self._at_border()
+            kept = [copy for copy in start.kept if copy[0] in stale]
+            prefetches = [prefetch for prefetch in start.prefetches if prefetch[0] in stale]
+            self._copy_first(step, _Start(kept, prefetches, waits=True), self._newest())
+        self.rewritten = {}
+
+    def _stale(self) -> set[str]:
+        """The weights whose values in the memory are not the newest."""
+        return {name for name, version in self.rewritten.items() if self.state.versions.get(name) != version}
+
+    def _newest(self) -> dict[str, int]:
+        return {**self.state.versions, **self.rewritten}
+
+    def _copy_first(self, step: Step, start: _Start, versions: dict[str, int]) -> None:
+        """Copy into the arena before the step.  ``versions``: of the values that are there then."""
+        compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
+        arena.holder = None  # if this is interrupted, the chunks of no program are complete
+        compute.record(self.handover)
+        copy.wait(self.handover)
+        if start.order is not None and start.order.repeated:
+            copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
+        for weight, target, source in start.kept:
+            self.copy(step, target, source, f"keep {weight}")
+            self.mark(weight)
+            step.cost.moved += source.numel()
+        for _, issue in start.prefetches:
+            issue(step)
+        if start.waits:
+            copy.record(self.primed)
+            compute.wait(self.primed)
+        arena.holder = self.state
+        self.state.versions, self.rewritten = versions, {}
+        step.cost.primed, step.cost.moved = step.cost.moved, 0
+
+    def copy(self, step: Step, target: torch.Tensor, source: Source | Reading, name: str) -> None:
+        """Enqueue a copy of a step on the copy stream."""
+        if self.flag is not None:
+            self.device.copy.run(self.flag.hold)
+        work = partial(self.device.copy_bytes, target, source)
+        watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
+        self.device.copy.run(work, watch, name)
+
+    def mark(self, copied: Node | str) -> None:
+        """Record the arrival after a copy, if a region waits for it."""
+        if (number := self.marks.marked.get(copied)) is not None:
+            self.device.copy.record(self.state.arrived[number])
 
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
         before, self.state.ended = self.state.ended, (turn, end)
         copied, windows = self.traffic.settle(end), cost.windows
-        read_s, read_bytes = self.binding.arena.reader.settle() if self._issuer.on_drive else (0.0, 0)
-        if not whole or windows is None:
+        read_s, read_bytes = self.binding.arena.reader.settle() if self.on_drive else (0.0, 0)
+        if not whole or windows is None or self._file is None:
             return
-        found = StepMeasurement(
-            step_s=end - begin,
-            exposed_h2d_s=sum(windows.exposed_s),
-            collective_s=sum(windows.collective_s),
-            copy_s=copied.seconds,
-            alone_s=copied.alone_s,
-            alone_bytes=copied.alone_bytes,
-            collectives=cost.collectives,
-            moved_bytes=cost.moved,
-            primed_bytes=cost.primed,
-            windows=windows,
-            read_s=read_s,
-            read_bytes=read_bytes,
-            idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
-            plan=self._plan,
-            begin_s=begin,
+        self._file(
+            StepMeasurement(
+                step_s=end - begin,
+                exposed_h2d_s=sum(windows.exposed_s),
+                collective_s=sum(windows.collective_s),
+                copy_s=copied.seconds,
+                alone_s=copied.alone_s,
+                alone_bytes=copied.alone_bytes,
+                collectives=cost.collectives,
+                moved_bytes=cost.moved,
+                primed_bytes=cost.primed,
+                windows=windows,
+                read_s=read_s,
+                read_bytes=read_bytes,
+                idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
+                plan=self._plan,
+                begin_s=begin,
+            )
         )
-        if self._file is not None:
-            self._file(found)
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
         holds = self.binding.arena.holder is self.state
         if holds:
             self.binding.arena.holder = None
-        if self._issuer.flag is not None:
-            self._issuer.flag.drop()  # an error in a collective left it set
-        if self._issuer.on_drive and holds:
-            self.binding.arena.alone()  # the reader stops below, and no rank is waited for until then
+        if self.flag is not None:
+            self.flag.drop()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
-        if self._issuer.on_drive and holds:
+        if self.on_drive and holds:
             self.binding.arena.reader.stop()
         self.traffic.forget()
 
     def vacate(self) -> None:
         """Wait for work in flight and drop every reference to the memory.  The executor cannot run again."""
         self.forget()
-        self._instructions, self._values, self._cold = [], [], None
-        self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
+        self.instructions, self._values, self._start = [], [], None
+        self.binding = Binding(self.binding.arena, {}, {}, {})
 
-    def _prime(self, step: Step, ready: bool) -> None:
-        """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
-        or in use here in a pass without jumps.  If the call is ``ready``, only those of weights written since, for which
-        compute waits: the mark that a reader awaits may be that of another copy.
-        """
-        compute, copy, arena, state = self.device.compute, self.device.copy, self.binding.arena, self.state
-        known = arena.holder is state  # then the chunks that stay are there
-        written = {name for name, version in self.written.items() if state.versions.get(name) != version}
-        if ready and not written:
-            self.written = {}
-            return
-        versions = {**state.versions, **self.written} if known else self._versions()
-        cold = self._cold = self._cold or self._make_cold()
-        kept = [entry for entry in cold.kept if not known or entry[0] in written]
-        prefetches = [issue for weight, issue in cold.prefetches if not ready or weight in written]
-        arena.holder = None  # if this is interrupted, the chunks of no program are complete
-        compute.record(self._handover)
-        copy.wait(self._handover)
-        if cold.order.repeated and not ready:
-            copy.run(partial(arena.reader.reset, cold.order, self.cycle.plan.drive_rate, self._number(), self._ring))
-        for weight, target, source in kept:
-            self._issuer.copy(step, target, source, f"keep {weight}")
-            self._issuer.mark(weight)
-            step.cost.moved += source.numel()
-        for issue in prefetches:
-            issue(step)
-        if cold.waits or (known and written):
-            copy.record(self._primed)
-            compute.wait(self._primed)
-        arena.holder = state
-        state.versions, self.written = versions, {}
-        step.cost.primed, step.cost.moved = step.cost.moved, 0
-
-    def _number(self) -> Number:
-        """The number of this call among the ranks that share the weights."""
-        return self.binding.arena.number(() if self._ring is None else self._ring.ranks)
-
-    def _make_cold(self) -> _Cold:
-        found = border(self.cycle, self.call)
-        ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
-        prefetches = [(p.weight, self._issuer.prefetch(p, n)) for p, n in ops]
-        reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
-        first, repeated = ([self._issuer.reading(op).source for op in ops] for ops in (reads.first, reads.repeated))
-        plan = "" if self._ring is None else repr(self.cycle.plan.placement)
-        return _Cold(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin, plan))
+    def _at_border(self) -> _Start:
+        """What a cold start here copies, made when it is first needed: few calls of a cycle ever begin one."""
+        if self._start is None:
+            found = border(self.cycle, self.call)
+            ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
+            prefetches = [(p.weight, prefetch(self, p, n)) for p, n in ops]
+            reads = reads_from(self.cycle, self.call, found, self.on_drive)
+            first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
+            self._start = _Start(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin))
+        return self._start
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
@@ -256,9 +293,3 @@ class Executor:
                     begin, end = plan.span(weight, run.first, run.end)
                     slot, host = self.binding.slots[weight.name], self.binding.hosts[weight.name]
                     yield weight.name, slot[begin:end], host[begin:end]
-
-
-def _in_step(cycle: Cycle, ranks: Sequence[int]) -> bool:
-    """Whether the collectives of a cycle keep ``ranks`` in step: all of them meet in one, so each finds the same."""
-    graphs = [call.module.graph for call in cycle.calls if call.problem.collectives]
-    return any(set(ranks_of(name)).issuperset(ranks) for graph in graphs for name in group_names(graph))

@@ -45,7 +45,7 @@ def undeclared(region: GraphModule) -> list[str]:
     return sorted({str(op) for op in called if isinstance(op, torch._ops.OpOverload) and not declares(op)})
 
 
-def reading(
+def checked(
     region: Callable[..., Sequence[Any]], weights: Mapping[str, torch.Tensor], ops: Sequence[str]
 ) -> Callable[..., Sequence[Any]]:
     """Wrap a region that calls ``ops``, which may write the copies on the device of these offloaded weights.

@@ -1,9 +1,12 @@
-"""A lock that a forked process need not wait for."""
+"""What threads, forks and the garbage collector need: a lock, and a way to wait for one in a finalizer."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+
+import torch
 
 
 class ProcessLock:
@@ -20,3 +23,13 @@ class ProcessLock:
         if os.getpid() != self._process:
             self._process, self._lock = os.getpid(), threading.RLock()
         return self._lock
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def aside(work: Callable[[], None]) -> None:
+    """Run a finalizer's work on its own thread: it waits for locks and streams, and the collector may run anywhere.
+
+    Does nothing while the process exits, which frees everything.
+    """
+    if threading.main_thread().is_alive():
+        threading.Thread(target=work, name="chunkflow-close").start()

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from array import array
+from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.groups import Group, group_named
+
+from .device_base import Device
+from .rank_times import RankTimes
 
 SCHEMA = 2
 # Its name in the folder of a dump, next to the plan.
@@ -178,6 +188,99 @@ def warm_timings(
     for start, calls in zip(starts, zip(*warm, strict=True), strict=True):
         idle[start - 1] += median(call.idle_s for call in calls)
     return replace(found, idle_s=tuple(idle))
+
+
+class Passes:
+    """What the passes over the calls of a cycle took.  ``whole``: the newest, oldest first, each as its calls'."""
+
+    def __init__(self, cycle: Cycle) -> None:
+        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._cycle = cycle
+        self._newest: list[StepMeasurement] = []  # until it is whole
+        self._predicted = seconds_of_calls(cycle)
+        self._ended = 0  # passes without a jump, measured or not
+        self._ranks: RankTimes | None = None  # while the times of other ranks are awaited
+
+    @property
+    def name(self) -> str:
+        """Of the cycle: the same on every rank, whose shards may differ in size."""
+        problem, count = self._cycle.problem, len(self._cycle.calls)
+        block = next((r.block for r in problem.regions if r.block), "the model")
+        return (
+            f"{count} call{'s' * (count > 1)} from {block} ({len(problem.regions)} regions, "
+            f"{len(problem.collectives)} collectives)"
+        )
+
+    @property
+    def groups(self) -> list[Group]:
+        """The process groups whose ranks run the cycle in step: those of its collectives, in the order of their first use."""
+        graphs = [program.module.graph for program in self._cycle.calls if program.problem.collectives]
+        names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
+        return [group for name in names if (group := group_named(name)) is not None]
+
+    def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, found: StepMeasurement) -> None:
+        """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
+
+        ``steps``, ``counts``: of the call, which its executor must not keep.
+        """
+        steps.append(found)
+        counts.measured += 1
+        counts.measured_s += found.step_s
+        counts.predicted_s += self._predicted[call]
+        counts.stalled_s += found.exposed_h2d_s
+        counts.collective_s += found.collective_s
+        if call != len(self._newest):
+            self._newest = []
+        if call == len(self._newest):
+            self._newest.append(found)
+        if len(self._newest) == len(self._predicted):
+            self.whole.append(tuple(self._newest))
+            self._newest = []
+
+    def timings(self, passes: int) -> Timings | None:
+        """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
+        if len(self._predicted) == 1:  # its first step need not be cold, and pays for first touches
+            return warm_timings(self._cycle.plan, list(self.whole)[1:], passes)
+        return warm_timings(self._cycle.plan, list(self.whole), passes, self._cycle.starts)
+
+    def due(self, after: int, device: Device) -> Timings | None:
+        """Note that a pass has ended.  Returns the times to plan again from, the largest of all ranks, if that is due.
+
+        It is due after each ``after`` + 1 whole passes, until ``after`` of them were warm.  Only counts decide, so that ranks
+        that run the same calls come to it in the same pass; it takes them a pass more for each of their groups.
+        Raises ChunkflowError if a rank has no times of it, and always will.
+        """
+        self._ended += 1
+        if self._ranks is None:
+            if self._ended % (after + 1):
+                return None
+            device.collect(wait=True)
+            self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
+        else:
+            device.compute.synchronize()  # the host may run ahead of the collectives of the pass
+            self._ranks.read()
+        if self._ranks.missing:
+            return None
+        timings, self._ranks = self._ranks.timings[self.name], None
+        return timings
+
+    def save(self, folder: Path) -> None:
+        """Write them to the folder of a dump, if there are any.  A full disk or a failed device is no error."""
+        path = folder / MEASURED_FILE
+        part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
+        with contextlib.suppress(OSError, ChunkflowError):
+            part.write_text(measured(self._cycle.plan, [as_one(calls) for calls in self.whole]).to_json())
+            part.replace(path)
+
+
+def seconds_of_calls(cycle: Cycle) -> list[float]:
+    """Predicted seconds of each call, until the next one begins; 0 without a prediction."""
+    if (predicted := cycle.plan.predicted) is None:
+        return [0.0 for _ in cycle.calls]
+    regions = [span.start for span in predicted.spans if span.lane == "compute"]
+    begun = [regions[start - 1] for start in cycle.starts]
+    ended = [*begun[1:], begun[0] + predicted.step_s]
+    return [end - begin for begin, end in zip(begun, ended, strict=True)]
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:

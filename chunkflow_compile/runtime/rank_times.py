@@ -38,8 +38,7 @@ class RankTimes:
         group = self.missing.popleft()
         seconds = group.timeout.total_seconds() if wait else 0.0
         posted = group.posted(self._key, seconds)
-        withdrawn = [rank for rank, times in posted.items() if times is None]  # it has seen others late
-        late = [rank for rank in group.ranks if rank not in posted] or withdrawn
+        late = group.missing(posted)
         if late and wait:
             raise ChunkflowError(
                 f"{numbers(late).capitalize()} did not call replan(as_measured=True) within {seconds:g} s: ranks plan from "

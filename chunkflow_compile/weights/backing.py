@@ -1,6 +1,6 @@
-"""Where the bytes of a weight lie, if not in memory of this process alone: in memory of several ranks, or in a file.
+"""Where the bytes of a weight lie: in memory of this process alone, in memory of several ranks, or in a file on the drive.
 
-A write makes a weight private, whatever backs it: it gets memory of its own first, at the same address.
+:class:`HostBuffer` decides when they move; here is how each place does that.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from enum import Enum
 
 import torch
 
@@ -19,73 +20,103 @@ from .mapping import Descriptor, map_file, map_over, own_memory
 from .source import DriveBytes
 
 
-class SharedMemory:
-    """Memory that other ranks map too.  ``host``: the weight's values there."""
+class Where(Enum):
+    """The place of a weight's bytes, see the note in ``host_buffer.py``."""
+
+    OWN = "memory of this process alone"
+    SHARED = "memory that other ranks map too"
+    FILE = "a file on the drive"
+    FILE_WRITTEN = "a file on the drive, whose mapping this process has written"
+
+
+class Backing:
+    """Memory of this process alone; of the other places, what differs.
+
+    ``host``: the weight's values there.  ``bytes``: what copies read instead of them, None for nothing.  ``scratch``: whether
+    it is a scratch file.
+    """
+
+    bytes: DriveBytes | None = None
+    scratch = False
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+
+    @property
+    def where(self) -> Where:
+        return Where.OWN
+
+    def check(self) -> None:
+        """Raise ChunkflowError if it is a file that has changed: to touch the mapping could kill the process."""
+
+    def make_private(self, name: str, lazily: bool = False) -> None:
+        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
+
+        ``name``: for errors.  ``lazily``: where there is no room, a page takes memory when it is written.
+        Raises ChunkflowError if there is no room.
+        """
+
+    def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
+        """A view of the values as an ordinary tensor, of whose writes no other process sees any."""
+        return view.detach()
+
+
+class SharedMemory(Backing):
+    """Memory that other ranks map too."""
 
     def __init__(self, descriptor: Descriptor, offset: int, host: torch.Tensor) -> None:
-        self.host = host
+        super().__init__(host)
         self._descriptor = descriptor
         self._offset = offset
 
-    def make_private(self, name: str) -> None:
-        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
+    @property
+    def where(self) -> Where:
+        return Where.SHARED
 
-        ``name``: for errors.  Raises ChunkflowError if there is no room.
-        """
-        if (cause := no_room(self.host.nbytes)) is not None:
+    def make_private(self, name: str, lazily: bool = False) -> None:
+        cause = no_room(self.host.nbytes)
+        if cause is None:
+            try:
+                own_memory(self.host, set())
+                return
+            except OSError as error:
+                cause = error.strerror or str(error)
+        if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
-        try:
-            own_memory(self.host, set())
-        except OSError as error:
-            raise ChunkflowError(_no_memory(self.host, error.strerror or str(error))) from error
-
-    def leave(self) -> None:
-        """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
-        map_over(self.host, None)
-
-    def copy_on_write(self) -> None:
-        """As :meth:`make_private`, without memory: a page takes some when it is written.  Keeps all of the shared memory.
-
-        Where the kernel refuses, it stays shared, which is right until it is written.
-        """
+        # keeps all of the shared memory; where the kernel refuses, it stays shared, which is right until it is written
         map_over(self.host, self._descriptor, self._offset)
 
-    def to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.
-
-        Raises ChunkflowError if there is no memory.
-        """
+    def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
+        """It takes no memory until it is written, and only it sees the writes.  Raises ChunkflowError if there is none."""
         pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
         if pages is None:
             raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
         begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
+    def leave(self) -> None:
+        """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
+        map_over(self.host, None)
 
-class FileSlice:
-    """Bytes of a file on the drive.  ``host``: the weight's values, a mapping of them whose writes the file does not see."""
 
-    def __init__(self, host: torch.Tensor, found: DriveBytes) -> None:
-        self.host = host
-        self._bytes = found
+class FileSlice(Backing):
+    """Bytes of a file on the drive; the host tensor is a mapping of them whose writes the file does not see."""
+
+    def __init__(self, host: torch.Tensor, in_file: DriveBytes) -> None:
+        super().__init__(host)
+        self.bytes = in_file
+        self.scratch = in_file.file.stamp is None
+        self._file = in_file.file
         self._version = host._version
 
     @property
-    def bytes(self) -> DriveBytes | None:
-        """What copies read; None once the mapping was written."""
-        return self._bytes if self._version == self.host._version else None
-
-    @property
-    def scratch(self) -> bool:
-        """Whether it is a scratch file, and not a checkpoint."""
-        return self._bytes.file.stamp is None
+    def where(self) -> Where:
+        return Where.FILE if self._version == self.host._version else Where.FILE_WRITTEN
 
     def check(self) -> None:
-        """Raise ChunkflowError if the file has changed: to touch the mapping could kill the process."""
-        self._bytes.file.check()
+        self._file.check()
 
-    def make_private(self, name: str) -> None:
-        """As :meth:`SharedMemory.make_private`."""
+    def make_private(self, name: str, lazily: bool = False) -> None:
         nbytes = self.host.nbytes
         if (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
@@ -93,13 +124,9 @@ class FileSlice:
                 f"there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
-            own_memory(self.host, self._bytes.file.left)
+            own_memory(self.host, self._file.left)
         except OSError as error:
             raise ChunkflowError(f"{name} ({size(nbytes)}) cannot be written: {error.strerror}.") from error
-
-
-# Where the bytes of the host tensor of a weight lie.
-Backing = SharedMemory | FileSlice
 
 
 def _no_memory(weight: torch.Tensor, cause: str) -> str:

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import alias, cast_alone, copy_host_bytes, flat_bytes
+from .bytes import cast_alone, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 from .mapping import PAGE
 from .source import DriveBytes, WeightFile
@@ -96,16 +96,6 @@ class Mappings:
         return self._numbers[path]
 
 
-def unread(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of those of ``tensors`` that still lie in the files that this process maps."""
-    mappings, parts = Mappings(), dict[int, DriveBytes]()
-    for tensor in tensors:
-        with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
-            if (part := mappings.part(alias(tensor))) is not None:
-                parts[id(tensor)] = part
-    return sum(part.nbytes for part in parts.values())
-
-
 class CheckpointReader:
     """Reads parts of files into host memory, with a few threads.
 
@@ -145,7 +135,7 @@ class CheckpointReader:
             buffer: torch.Tensor = self._local.buffer
             values = buffer[: block.nbytes]
             if self._direct:
-                values = block.read_beside(buffer)
+                values = block.read_direct(buffer)
             else:
                 block.read(values)
             if dtype == flat.dtype:
@@ -157,7 +147,7 @@ class CheckpointReader:
             cast_alone(target, values.view(dtype))
 
     def _begin(self) -> None:
-        """A thread begins: it gets whole pages of its own, as reads beside the page cache need."""
+        """A thread begins: it gets whole pages of its own, as direct reads need."""
         self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
 
 

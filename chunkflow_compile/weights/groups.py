@@ -22,8 +22,8 @@ from .limits import local_ranks
 
 _log = logging.getLogger(__name__)
 
-# Between two looks for what a rank posts, which takes it a planning of a second or two.
-_PAUSE_S = 0.01
+# Between two looks for what a rank posts, which may take it minutes.
+_PAUSE_S = 0.02
 # In JSON, in the place of a value that a rank has posted for nothing.
 _WITHDRAWN = "null"
 
@@ -49,8 +49,9 @@ class Group:
         """Let the other ranks read a value, such that JSON can hold.  Returns its key, for :meth:`posted`.
 
         Each rank posts the same as ``what`` in the same order; the n-th values belong together.
+        Raises ChunkflowError if the store cannot be reached.
         """
-        with reached("ranks compare their times"):
+        with _reached():
             place = f"{self.key}/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
             key = f"{place}/{self.store.add(f'{place}/count/{self.rank}', 1)}"
             self.store.set(f"{key}/{self.rank}", json.dumps(value))
@@ -62,13 +63,15 @@ class Group:
 
         Waits at most ``seconds`` for the others.
         Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
-        to it.
+        to it.  Raises as :meth:`post`.
         """
         keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
-        with reached("ranks compare their times"):
-            while not (complete := _complete(values := self._values(keys), keys)) and time.monotonic() < deadline:
+        with _reached():
+            while missing := self.missing(values := self._values(keys)):
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(_PAUSE_S)
-            if not complete:
+            if missing:
                 self.store.set(keys[self.rank], _WITHDRAWN)
                 self.store.add(f"{key.rpartition('/')[0]}/count/{self.rank}", -1)
             elif self.store.add(f"{key}/read", 1) == len(keys):
@@ -77,27 +80,24 @@ class Group:
                         self.store.delete_key(each)
         return values
 
+    def missing(self, values: Mapping[int, Any]) -> list[int]:
+        """The ranks that have posted none of ``values``; if all have, those that have withdrawn theirs."""
+        return [r for r in self.ranks if r not in values] or [r for r, value in values.items() if value is None]
+
     def _values(self, keys: Mapping[int, str]) -> dict[int, Any]:
         """Rank -> the value under its key, of those that have one."""
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
 
-def _complete(values: Mapping[int, Any], ranks: Collection[int]) -> bool:
-    """Whether each of ``ranks`` has posted a value and not withdrawn it."""
-    return len(values) == len(ranks) and None not in values.values()
-
-
 @contextlib.contextmanager
-def reached(doing: str) -> Iterator[None]:
-    """Around calls of a store.  ``doing``: when, for an error."""
+def _reached() -> Iterator[None]:
+    """Around calls of a store."""
     try:
         yield
-    except ChunkflowError:
-        raise
     except RuntimeError as error:
         raise ChunkflowError(
-            f"The store of the process group cannot be reached while {doing} ({first_line(error)}). Look at the errors of "
-            "the other ranks, and start all of them again."
+            f"The store of the process group cannot be reached ({first_line(error)}). Look at the errors of the other ranks, "
+            "and start all of them again."
         ) from error
 
 
@@ -105,9 +105,9 @@ def group_of(group: Any = None) -> Group | None:
     """What is known of a process group, the default one if none is given; None unless it has several real ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    found = group or dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(found))
-    if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(found)) is None:
+    group = group or dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(group)) is None:
         return None
     timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
     return Group(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
@@ -127,15 +127,15 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
             f"share={share!r} is no process group that this rank is in: pass True, False, or such a group; of a DeviceMesh, "
             "mesh.get_group()."
         )
-    found = group_of(None if share is True else share)
-    if found is None and share is not None:
+    group = group_of(None if share is True else share)
+    if group is None and share is not None:
         raise ChunkflowError(
             "share needs a process group of several ranks, of gloo or NCCL: call torch.distributed.init_process_group "
             "first, or leave share out."
         )
-    if found is None:
+    if group is None:
         _say_why_none()
-    return found
+    return group
 
 
 def ranks_of(name: str) -> tuple[int, ...]:

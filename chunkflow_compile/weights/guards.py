@@ -28,9 +28,10 @@ from torch.utils.hooks import RemovableHandle
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
+from .exchange import become
 from .host_buffer import HostBuffer, buffer_of
 from .host_store import HostStore
-from .host_weight import HostWeight, become, like, with_index
+from .host_weight import HostWeight, like, with_index
 from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 
@@ -190,7 +191,7 @@ class _Conversions(TorchDispatchMode):
         _refuse_move(weight, target, self._device)
         dtype, memory_format = kwargs.get("dtype") or weight.dtype, kwargs.get("memory_format") or torch.preserve_format
         if dtype != weight.dtype:
-            weight.buffer.copied(weight.numel() * dtype.itemsize)
+            weight.buffer.check_room_for_copy(weight.numel() * dtype.itemsize)
         host = weight.checked().to(dtype, memory_format=memory_format)
         copied: HostWeight = HostWeight(
             host, target, weight.buffer if host is weight.host else None, weight.buffer.name
@@ -267,13 +268,7 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
-    tensor.buffer.check()
-    # of what other ranks read: a write to it would go unnoticed here
-    while (shared := tensor.buffer.shared) is not None:
-        copy = shared.to_write(tensor.host)
-        if tensor.buffer.shared is shared:  # else another thread has written it
-            return copy
-    return tensor.buffer.lend(tensor.host.detach())
+    return tensor.buffer.export_view(tensor.host)
 
 
 def _assign_host_copies(
@@ -286,7 +281,7 @@ def _assign_host_copies(
         value: Any = state.get(prefix + name)
         if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
             if (buffer := buffer_of(tensor)) is not None:
-                buffer.replaced()
+                buffer.on_storage_replaced()
             host = ordinary(value.detach().to("cpu"))
             state[prefix + name] = HostWeight(host, tensor.device, name=tensor.buffer.name)
 

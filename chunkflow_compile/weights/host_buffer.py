@@ -1,6 +1,26 @@
 """The host memory of one weight: where its values are, what copies of them exist, and who may write them.
 
 All views of a weight have one.  It may be in the store of a placed model; else it is memory and a count of writes.
+
+Note: the places of a weight's bytes
+------------------------------------
+The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are at one of four places (:class:`Where`):
+
+* OWN: pages of this process.  Ops on the weight write them, and so do tensors of a state_dict, which no count sees.
+* SHARED: pages of a memfd that the ranks of a machine map.  The loader writes them, before any weight is in them.
+* FILE: a private mapping of a checkpoint or of a scratch file, which the loader writes.  Copies read the file itself.
+* FILE_WRITTEN: the same mapping, of which a tensor of a state_dict has written pages, which are this process's now.
+
+:class:`WeightLoader` chooses the first place.  From there bytes move one way, to OWN, at the same address, so that views stay
+views: ``make_private``, before a write, before pages that may change are pinned, and when the weight is restored.  A weight
+that gets other memory (``p.data = ...``) gets another HostBuffer.
+
+Copies of the values, none of which is written by anybody but its maker:
+
+* on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
+  step;
+* in an op outside programs, one for that op;
+* in a state_dict, the memory itself (``exported``); of SHARED pages a mapping that copies a page when it is written.
 """
 
 from __future__ import annotations
@@ -18,16 +38,15 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-from .backing import Backing, FileSlice, SharedMemory
+from .backing import Backing, Where
 from .bytes import alias, flat_bytes
 from .counts import Counts
 from .limits import Room, no_room
-from .shared_ring import SharedRing
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
 # Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
-_AGAIN_S = 0.2
+_RETRY_S = 0.2
 
 
 class HostReader(Protocol):
@@ -49,22 +68,21 @@ class Store(Protocol):
     device: torch.device
     pins: bool
     turn: tuple[int, int] | None
-    ring: SharedRing | None
     counts: Counts
-    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
+    exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
 
-    def reclaim(self) -> None: ...
+    def mark_exported_dirty(self) -> None: ...
 
     @property
     def root(self) -> Any: ...
 
     def room(self, budget: int | None) -> Room: ...
 
-    def pageable(self, buffer: HostBuffer, cause: str) -> None: ...
+    def disable_pinning(self, buffer: HostBuffer, cause: str) -> None: ...
 
-    def entered(self, name: str, how: str, more: int = 0) -> None: ...
+    def warn_over_bound(self, name: str, how: str, more: int = 0) -> None: ...
 
     def count(self, name: str, nbytes: int) -> None: ...
 
@@ -82,20 +100,20 @@ class Life:
 class HostBuffer:
     """The host memory of one weight.
 
-    ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
-    counts the writes through weights; those to the memory itself are in its tensor's ``_version``.  ``names``: all its names
-    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``fill``: writes what the
-    weight is to have at the next call, for one that a module fills; None for any other.
+    ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
+    tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
+    gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
+    any other.
     """
 
     def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
         self.host = host
-        self.backing = backing
         self.written = 0
         self.names: tuple[str, ...] = (name,)
         self.origin = host.device
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
+        self._backing = Backing(host) if backing is None else backing  # only make_private changes it
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
         self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
@@ -138,7 +156,7 @@ class HostBuffer:
         """That of the weight; None if it was dropped or got other memory."""
         return self._life()
 
-    def lasts_in(self, store: object) -> bool:
+    def is_alive_in(self, store: object) -> bool:
         """Whether it is in this store, and its weight exists."""
         return self._store is store and self.life is not None
 
@@ -152,24 +170,24 @@ class HostBuffer:
         return self.written + self.host._version + (0 if self._writes is None else self._writes._version)
 
     @property
-    def shared(self) -> SharedMemory | None:
-        """The memory, if other ranks map it too."""
-        return self.backing if isinstance(self.backing, SharedMemory) else None
+    def where(self) -> Where:
+        """The place of the bytes."""
+        return self._backing.where
 
     @property
     def scratch(self) -> bool:
         """Whether the host tensor is a mapping of a scratch file."""
-        return isinstance(self.backing, FileSlice) and self.backing.scratch
+        return self._backing.scratch
 
     @property
     def drive(self) -> DriveBytes | None:
         """The bytes on the drive, None if the values are in host memory."""
-        return self.backing.bytes if isinstance(self.backing, FileSlice) else None
+        return self._backing.bytes if self.where is Where.FILE else None
 
     @property
     def source(self) -> Source:
         """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
-        if self.drive is None and isinstance(self.backing, FileSlice):
+        if self.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.drive or flat_bytes(self.host)
 
@@ -188,28 +206,27 @@ class HostBuffer:
 
         ``arena``: theirs, where no step runs now.  The copy gets new values in place if no program of another one reads it.
         """
-        found, version = self.on_device, self.version  # before the copy: newer values need another
+        current, version = self.on_device, self.version  # before the copy: newer values need another
         stale = None if self._resident is None else self._resident[1]()
-        alone = not self._resident_in - {arena}
+        only_here = not self._resident_in - {arena}
         self._resident_in.add(arena)
-        if found is not None:
-            return found
+        if current is not None:
+            return current
         self.check()
-        if stale is not None and alone:
+        if stale is not None and only_here:
             with torch.inference_mode(stale.is_inference()), torch.no_grad():
-                made = stale.copy_(self.host)
+                renewed = stale.copy_(self.host)
         else:
-            made = stagings.brought(self.host, self.store.device, copy=True)
-        self._resident = version, weakref.ref(made)
-        return made
+            renewed = stagings.brought(self.host, self.store.device, copy=True)
+        self._resident = version, weakref.ref(renewed)
+        return renewed
 
     def check(self) -> None:
         """Raise ChunkflowError if the host tensor is a mapping of a file on the drive that has changed.
 
         That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
         """
-        if isinstance(self.backing, FileSlice):
-            self.backing.check()
+        self._backing.check()
 
     def read(self, nbytes: int) -> None:
         """An op outside programs reads the values."""
@@ -217,11 +234,19 @@ class HostBuffer:
             self.check()
             self._store.count(self.name, nbytes)
 
-    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of its memory that a state_dict has: what writes it may go unnoticed, see :meth:`Store.reclaim`."""
-        if self._store is not None:
-            self._store.lent.append((weakref.ref(tensor), weakref.ref(self)))
-        return tensor
+    def export_view(self, view: torch.Tensor) -> torch.Tensor:
+        """A view of the values, for a state_dict: what writes it may go unnoticed, see :meth:`Store.mark_exported_dirty`.
+
+        Of memory that other ranks read, it is a copy.  Raises ChunkflowError if there is no memory for that.
+        """
+        self.check()
+        backing = self._backing
+        exported = backing.view_to_write(view)
+        if backing is not self._backing:  # another thread has written it
+            return self.export_view(view)
+        if self._store is not None and self.where is not Where.SHARED:
+            self._store.exported.append((weakref.ref(exported), weakref.ref(self)))
+        return exported
 
     @contextlib.contextmanager
     def write(self, leaves: bool = False) -> Iterator[None]:
@@ -231,33 +256,36 @@ class HostBuffer:
         Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
         with contextlib.nullcontext() if self._store is None else self._store.quiet():
-            self.settle()
+            self.sync_copies()
             if leaves:
-                self.replaced()
+                self.on_storage_replaced()
             else:
                 self.make_private()
             yield
 
-    def replaced(self) -> None:
+    def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""
         if self._store is not None and self.drive is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
-            self._store.entered(self.name, f"{how}, and is no longer on the drive", self.nbytes)
+            self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
-    def make_private(self) -> None:
-        """Give the weight memory of its own, if other ranks share it or it is on the drive.  No copy reads it now."""
-        if self.backing is None:
+    def make_private(self, lazily: bool = False) -> None:
+        """Give the weight memory of its own, at the same address.  No copy reads it now.
+
+        ``lazily``: where there is no room, a page takes memory when it is written.  Raises ChunkflowError as :meth:`write`.
+        """
+        if (before := self.where) is Where.OWN:
             return
         self.check()
-        if self.shared is not None:
+        if before is Where.SHARED:
             self.unpin()  # the pages that a device reads are those at the address when they were pinned
             self.written += 1  # programs pin it again, also if there is no memory
-        self.backing.make_private(self.name)
-        came, self.backing = isinstance(self.backing, FileSlice), None
-        if came and self._store is not None:
-            self._store.entered(self.name, "is written, and goes from the drive into host memory for that")
+        self._backing.make_private(self.name, lazily)
+        self._backing = Backing(self.host)
+        if before is not Where.SHARED and self._store is not None:
+            self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")
 
-    def copied(self, nbytes: int) -> None:
+    def check_room_for_copy(self, nbytes: int) -> None:
         """The values are about to be copied into so many bytes of host memory.
 
         Raises ChunkflowError if they are on the drive, and there is no room.
@@ -273,7 +301,7 @@ class HostBuffer:
         return self._unpin is not None
 
     @property
-    def pins(self) -> bool:
+    def should_pin(self) -> bool:
         """Whether there is host memory to pin, and it is not pinned."""
         return self._unpin is None and self.store.pins and self.drive is None
 
@@ -283,9 +311,9 @@ class HostBuffer:
         ``fits``: whether there is room for it; if not, the device copies it as it is.
         """
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
-        if not self.pins:
+        if not self.should_pin:
             return
-        if isinstance(self.backing, FileSlice):
+        if self.where is Where.FILE_WRITTEN:
             self.make_private()  # the pages must not change under a device
         if not fits:
             return
@@ -294,16 +322,16 @@ class HostBuffer:
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, self._pinned(device))
             self._unpin.atexit = False
         except OSError as error:
-            self.store.pageable(self, str(error))
+            self.store.disable_pinning(self, str(error))
 
     def _pinned(self, device: HostReader) -> Callable[[], None]:
         """Pin, twice if need be: the kernel may refuse pages that another rank pins at the moment."""
         try:
             return device.pin(self.host)
         except OSError:
-            if self.shared is None:
+            if self.where is not Where.SHARED:
                 raise
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
             return device.pin(self.host)
 
     def unpin(self) -> None:
@@ -311,7 +339,7 @@ class HostBuffer:
             self._unpin()
             self._unpin = None
 
-    def settle(self) -> None:
+    def sync_copies(self) -> None:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.sync_copies()

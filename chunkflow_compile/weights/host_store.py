@@ -16,16 +16,16 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-from .backing import SharedMemory
+from .backing import Where
 from .counts import Counts
+from .exchange import become
 from .host_buffer import HostBuffer, HostReader
-from .host_weight import HostWeight, become, like
-from .leaves import leaves_of
+from .host_weight import HostWeight, like
+from .leaves import leaves_of, named_leaves
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .progress import moving
-from .shared_ring import SharedRing
 from .staging import GpuStagings
 
 
@@ -35,9 +35,9 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.
-    ``counts``: of its programs.  ``lent``: tensors of state_dicts that have the memory of weights.
+    ``counts``: of its programs.  ``exported``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
-    that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
+    that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.
     """
 
     _root: weakref.ref[nn.Module]
@@ -46,18 +46,17 @@ class HostStore:
     pins: bool = True
     bound: int | None = None
     turn: tuple[int, int] | None = None
-    ring: SharedRing | None = None
     agreed: int | None = None
     counts: Counts = field(default_factory=Counts)
-    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
+    exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer]] = field(default_factory=list)
+    _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
     _meant: int = 0  # bytes that were read where reads were meant
-    _told_of_bound: bool = False
-    _told_of_lent: bool = False
+    _warned_of_bound: bool = False
+    _warned_of_exported: bool = False
 
     @property
     def root(self) -> nn.Module | None:
@@ -67,40 +66,62 @@ class HostStore:
     @property
     def buffers(self) -> list[HostBuffer]:
         """The buffers of the weights that still exist, oldest first."""
-        return [buffer for buffer in self._kept() if buffer.lasts_in(self)]
+        return [buffer for buffer in self._kept() if buffer.is_alive_in(self)]
 
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, also of weights that were exchanged or dropped."""
-        found = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
-        return [buffer for buffer in found if buffer is not None]
+        buffers = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
+        return [buffer for buffer in buffers if buffer is not None]
 
     @property
     def pinned_bytes(self) -> int:
         return sum(h.nbytes for h in self.buffers if h.pinned)
 
+    def refuse_aliases(self, weights: Iterable[torch.Tensor]) -> None:
+        """Raise ChunkflowError if one of ``weights`` has the memory of another weight of the model, which programs read."""
+        added = {id(w.buffer): w for w in weights if isinstance(w, HostWeight) and w.buffer.is_alive_in(self)}
+        held = [*named_leaves(self.root)] if added and self.root is not None else []
+        for name, leaf in held:
+            weight = added.get(id(leaf.buffer)) if isinstance(leaf, HostWeight) else None
+            if weight is not None and leaf is not weight:
+                new = next((other for other, t in held if t is weight), "A weight")
+                raise ChunkflowError(
+                    f"{new} has the memory of {name}, which is offloaded: assign that parameter itself, or a clone of it, or "
+                    "call chunkflow_compile.restore(model) first."
+                )
+
     def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> None:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
-        One weight at a time exists twice.  One that lies in its checkpoint stays there, without memory, until :meth:`moved`.
-        A weight that has host memory already keeps it.
+        One weight at a time exists twice.  One that lies in its checkpoint stays there, without memory, until
+        :meth:`finish_move`.  A weight that has host memory already keeps it.
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
                 buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
-            buffer = loader.place(names[0], tensor)
-            if loader.in_file(names[0]):
-                self._pending.append((names, tensor, buffer))
+            placed = loader.place(names[0], tensor)
+            if placed is None or loader.in_file(names[0]):
+                self._pending.append((names, tensor, placed))
             else:
-                self._become(names, tensor, buffer)
+                self._become(names, tensor, placed)
 
-    def moved(self) -> None:
-        """All weights have been added, on all ranks that share them."""
+    def finish_move(self, loader: WeightLoader, node: Node | None) -> None:
+        """All weights have been added on this rank.  ``node``: the ranks that share them.
+
+        Raises ChunkflowError if another rank has ended or failed, or if there is no room for weights that differ.
+        """
+        if node is not None:
+            node.gather(None)  # until all have written their weights
         with torch.inference_mode(False), torch.no_grad():
             for names, tensor, buffer in self._pending:
-                self._become(names, tensor, buffer)
+                self._become(names, tensor, buffer or loader.placed(names[0], tensor))
         self._pending.clear()
+        if node is not None:
+            loader.report()
+            self.turn = node.ranks.index(node.rank), len(node.ranks)
+            self.agreed = min(node.gather(self._pinnable(host_memory())))
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
@@ -136,39 +157,28 @@ class HostStore:
             for buffer in reversed(buffers):
                 if (weight := weights.get(buffer)) is not None:
                     target = device or buffer.origin
-                    if failed and target.type == "cpu" and buffer.shared is not None:
-                        undo_sharing(buffer, buffer.shared)
+                    if failed and target.type == "cpu" and buffer.where is Where.SHARED:
+                        buffer.make_private(lazily=True)  # there may be no room, which may be why the move has failed
                     give_back(weight, target, stagings)
                 buffer.unpin()  # not sooner: pinned memory is copied faster
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
-        self.ring = None
 
-    def agree(self, node: Node) -> None:
-        """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
-        self.turn = node.ranks.index(node.rank), len(node.ranks)
-        together = SharedRing.works_here() and any(buffer.drive is not None for buffer in self.buffers)
-        gathered = node.gather([self._pinnable(host_memory()), together])
-        self.agreed = min(most for most, _ in gathered)
-        if self.ring is None and all(each for _, each in gathered):
-            file = node.share(SharedRing.made() if node.leads else None)
-            self.ring = SharedRing(file, node.rank, node.ranks, node.seconds)
-
-    def reclaim(self) -> None:
+    def mark_exported_dirty(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
 
         A pointer, a NumPy array or a collective may have written it, and no version tells.  Warns once of those that are
         still in use.
         """
-        lent, self.lent = self.lent, []
-        for tensor, ref in lent:
+        exported, self.exported = self.exported, []
+        for tensor, ref in exported:
             if (buffer := ref()) is not None:
                 buffer.written += 1
                 if tensor() is not None:
-                    self.lent.append((tensor, ref))
-        if self.lent and not self._told_of_lent:
-            self._told_of_lent = True
+                    self.exported.append((tensor, ref))
+        if self.exported and not self._warned_of_exported:
+            self._warned_of_exported = True
             warnings.warn(
                 f"Tensors of a state_dict() of {type(self.root).__name__} are still in use. A write to one may go unnoticed, "
                 "so each call takes these weights from host memory again, which is right but slow. Drop the state_dict, or "
@@ -217,12 +227,12 @@ class HostStore:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.buffers if h.drive is None)
 
-    def entered(self, name: str, how: str, more: int = 0) -> None:
+    def warn_over_bound(self, name: str, how: str, more: int = 0) -> None:
         """A weight is in host memory now, or is going to take ``more`` bytes of it.  Warns once if all of them then take more
         than the bound."""
         held = self.held_bytes + more
-        if self.bound is not None and held > self.bound and not self._told_of_bound:
-            self._told_of_bound = True
+        if self.bound is not None and held > self.bound and not self._warned_of_bound:
+            self._warned_of_bound = True
             warnings.warn(
                 f"{name} {how}: the weights take {size(held)} of host memory now, more than host_memory, which is "
                 f"{size(self.bound)}. Save the model with its new values (save_pretrained) and load it again to have them on "
@@ -231,7 +241,7 @@ class HostStore:
             )
 
     def room(self, budget: int | None) -> Room:
-        """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
+        """What may still be pinned.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
             return Room(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
         if self.agreed is not None:
@@ -250,7 +260,7 @@ class HostStore:
         ranks = max(local_ranks(), self.turn[1] if self.turn else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
 
-    def pageable(self, buffer: HostBuffer, cause: str) -> None:
+    def disable_pinning(self, buffer: HostBuffer, cause: str) -> None:
         """Continue without pinned memory, and warn once."""
         self.pins = False
         warnings.warn(
@@ -274,7 +284,7 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
     todo = [buffer for buffer in buffers if not buffer.pinned]
     stores = {buffer.store for buffer in todo} if device.name == "cuda" else ()
     rooms = {store: store.room(budget) for store in stores}
-    without = {b for b in todo if b.store in rooms and b.pins and not rooms[b.store].take(b.nbytes)}
+    without = {b for b in todo if b.store in rooms and b.should_pin and not rooms[b.store].take(b.nbytes)}
     fit = [buffer for buffer in todo if buffer not in without]
     first = len(fit) * place // ranks
     with moving("pinning", sum(buffer.nbytes for buffer in todo)) as pinned:
@@ -283,14 +293,8 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
             pinned(buffer.nbytes)
     for buffer in todo:
         if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
-            buffer.store.pageable(buffer, rooms[buffer.store].why)
+            buffer.store.disable_pinning(buffer, rooms[buffer.store].why)
     return all(buffer.pinned for buffer in buffers)
-
-
-def ring_of(buffers: Iterable[HostBuffer]) -> SharedRing | None:
-    """The ring in which weights on the drive may be read for all ranks; None if they are of several models, or of none."""
-    stores = {id(buffer.store): buffer.store for buffer in buffers if buffer.drive is not None}
-    return next(iter(stores.values())).ring if len(stores) == 1 else None
 
 
 @contextlib.contextmanager
@@ -312,7 +316,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         buffer.check()
         if device.type == "cpu":
-            if buffer.shared is not None:
+            if buffer.where is Where.SHARED:
                 buffer.make_private()  # an ordinary tensor may be written at any time
             if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
@@ -327,12 +331,3 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
         weight.__dict__.pop("life", None)
         if grad is not None:
             weight.grad = grad.to(device)
-
-
-def undo_sharing(buffer: HostBuffer, shared: SharedMemory) -> None:
-    """Give a weight memory of its own; where there is none, which may be why a move has failed, at its first write only."""
-    try:
-        shared.make_private(buffer.name)
-    except ChunkflowError:
-        shared.copy_on_write()
-    buffer.backing = None

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -24,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
+from .exchange import STATE
 from .host_buffer import HostBuffer
-from .undeclared import cannot_be_seen, declares, on_copies, settled
+from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -45,39 +43,8 @@ _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 
-def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
-
-    As torch.utils.swap_tensors, which refuses a tensor with weak references, such as a user's.  The attributes that users
-    have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
-    """
-    own = {name: value for name, value in tensor.__dict__.items() if name not in _STATE}
-    theirs = {**own, **other.__dict__}
-    mine, kinds = dict(tensor.__dict__), (type(tensor), type(other))
-    steps = (
-        partial(torch._C._swap_tensor_impl, tensor, other),
-        partial(setattr, tensor, "__class__", kinds[1]),
-        partial(setattr, other, "__class__", kinds[0]),
-        partial(setattr, tensor, "__dict__", theirs),
-        partial(setattr, other, "__dict__", mine),
-    )
-    try:
-        try:
-            deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # from the first step, which changes nothing then; what refers to it may be garbage
-            gc.collect()
-            deque(map(partial.__call__, steps), maxlen=0)
-    except RuntimeError as error:
-        raise ChunkflowError(
-            f"A weight of shape {list(tensor.shape)} cannot be moved, because something refers to it weakly ({error}), as a "
-            "profile with record_shapes, profile_memory or with_stack does that has recorded an op on it. Delete the profile "
-            "first, and place and restore the model outside of one."
-        ) from error
-
-
-# Attributes of a HostWeight that come with its values, and the one that stays with the tensor.
-_STATE = {"host", "buffer", "kind", "_is_param"}
-_OWN = {*_STATE, "life"}
+# Attributes of a HostWeight, of which one stays with the tensor when its values are exchanged.
+_OWN = {*STATE, "life"}
 
 
 class HostWeight(torch.Tensor):
@@ -197,7 +164,7 @@ class HostWeight(torch.Tensor):
         device = kwargs.get("device")
         target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
-            self.buffer.copied(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
+            self.buffer.check_room_for_copy(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
@@ -212,7 +179,7 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            self.buffer.copied(self.host.nbytes)
+            self.buffer.check_room_for_copy(self.host.nbytes)
             with torch.inference_mode(False):
                 made = memo[id(self)] = like(
                     self, HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
@@ -253,6 +220,20 @@ class HostWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        """Give the weight other memory.
+
+        =================================  ==========================  =====================
+        ``value``                          its host memory             its buffer
+        =================================  ==========================  =====================
+        the same view (``p.data += x``)    as before                   as before
+        another view of its own memory     that view, made private     as before
+        a weight on the same device        that of the other weight    the other weight's
+        a tensor on the CPU                that of the tensor          a new one
+        a tensor on another device         a copy                      a new one
+        one that is not :func:`ordinary`   a copy                      a new one
+        of another class or layout         refused
+        =================================  ==========================  =====================
+        """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
             _refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
         if isinstance(value, HostWeight) and value.device == self.device:
@@ -372,7 +353,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
 
     found, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
     result = func(*found, **named)
-    settled(func, [values[id(weight)] for weight in written])
+    wait_for_collective(func, [values[id(weight)] for weight in written])
     for weight in written:
         if values[id(weight)].shape != weight.shape:
             _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")

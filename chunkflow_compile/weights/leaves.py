@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -12,7 +11,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .host_weight import HostWeight, become
+from .exchange import become
+from .host_weight import HostWeight
 
 
 def stream_inside() -> bool:
@@ -25,50 +25,16 @@ def stream_inside() -> bool:
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Each tensor with bytes, and its name: that of the weight and the attributes on the way, ``weight.qdata``."""
-    return (found for found in _parts(tensor, name) if isinstance(found[1], torch.Tensor))
+    return (found for found in parts(tensor, name) if isinstance(found[1], torch.Tensor))
 
 
-def unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
-    """A part of a tensor subclass that torch.compile does not take: neither a tensor nor an opaque object of torch's."""
-    taken = (torch.Tensor, *_opaque())
-    return next((found for found in _parts(tensor, name) if not isinstance(found[1], taken)), None)
-
-
-def _parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
+def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
     """What is inside a tensor subclass, at any depth, or the tensor itself; the DeviceMesh of a DTensor is a part too."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, attribute), f"{name}.{attribute}")
-
-
-def _opaque() -> tuple[type, ...]:
-    """The bases of torch's opaque objects: one name in torch 2.13, another from 2.14 on, none in 2.11."""
-    names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
-    found = (getattr(getattr(torch, module, None), name, None) for module, name in names)
-    return tuple(base for base in found if base is not None)
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor.  Imports nothing: where there is one, its module has been imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Which part of its DTensor this rank has, for each tensor with bytes that is a part, by name.
-
-    A part is the rank's coordinates in those dimensions of the mesh that split the tensor.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors_of(root):
-        if is_distributed(tensor):
-            whole: Any = tensor
-            placed = zip(whole.device_mesh.get_coordinate() or (), whole.placements, strict=False)
-            if part := tuple(place for place, placement in placed if not placement.is_replicate()):
-                found.update((path, part) for path, _ in leaves(tensor, name))
-    return found
+        yield from parts(getattr(tensor, attribute), f"{name}.{attribute}")
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
@@ -142,25 +108,3 @@ def _held_by(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.{attribute}", value
         elif type(value) is type(state):  # the scales of the scales
             yield from _held_by(value, f"{name}.{attribute}")
-
-
-def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The ids of the tensors that have bytes of memory in common with another one."""
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    for tensor in {id(t): t for t in tensors}.values():
-        strided = tensor.layout == torch.strided and not tensor.is_nested
-        if isinstance(tensor, HostWeight) or not strided or not tensor.numel():
-            continue
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        storage = tensor.untyped_storage()._cdata
-        spans.setdefault(storage, []).append((begin, begin + int(reach) * tensor.element_size(), id(tensor)))
-    found: set[int] = set()
-    for of_one in spans.values():
-        end, last = -1, 0
-        for begin, stop, number in sorted(of_one):
-            if begin < end:
-                found.update((last, number))
-            if stop > end:
-                end, last = stop, number
-    return frozenset(found)

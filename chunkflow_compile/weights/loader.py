@@ -6,20 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
 
-from .backing import Backing, FileSlice
+from .backing import FileSlice
 from .bytes import alias, ordinary
 from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch
 from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus
-from .leaves import tensors_of
 from .limits import check_room, host_memory
 from .mapping import whole_pages
-from .modules import filled_by
 from .node import Node
-from .sharing import LoadRequest, Role, SharedPages
+from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
@@ -61,15 +58,14 @@ class WeightLoader:
         self._on_drive = on_drive
         self._kept: set[str] = set()
         self._unchecked = 0
-        self._finished = False
         self._shared: SharedPages | None = None
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
-            made = [w for w in self._weights.values() if self._makes(w)]
-            self._todo = sum(w.takes for w in made)
-            self._twice = max((min(w.nbytes, w.frees) for w in made), default=0)  # for a moment, one after the other
+            copied = [w for w in self._weights.values() if self._takes_memory(w)]
+            self._todo = sum(w.takes for w in copied)
+            self._twice = max((min(w.nbytes, w.frees) for w in copied), default=0)  # for a moment, one after the other
             check_room(self._todo + self._twice)
         except BaseException as error:
             self.close(error)
@@ -81,14 +77,15 @@ class WeightLoader:
         return sum(w.part.nbytes for w in self._weights.values() if w.part is not None and not w.stays)
 
     def work(self, name: str) -> int:
-        """Bytes of a weight that this rank moves or compares; none if it stays, or if another rank reads it."""
+        """Bytes of a weight that this rank writes; none if it stays, or if another rank writes it."""
         weight = self._weights.get(name)
-        return 0 if weight is None or weight.stays or self._role(weight) == "leave" else weight.nbytes
+        return weight.nbytes if weight is not None and self._writes(weight) else 0
 
-    def place(self, name: str, tensor: torch.Tensor) -> HostBuffer:
+    def place(self, name: str, tensor: torch.Tensor) -> HostBuffer | None:
         """The host memory of a weight from now on: pages, a mapping of a file, or where its values were.
 
-        Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
+        None for one that ranks share and that another one writes, or that lies in its checkpoint: see :meth:`placed`.
+        Raises ChunkflowError if it lies in a checkpoint that cannot be read.
         """
         weight, values = self._weights[name], alias(tensor)
         if weight.stays:
@@ -96,47 +93,52 @@ class WeightLoader:
                 weight.part.file.check()
                 return HostBuffer(values, FileSlice(values, weight.part))
             return HostBuffer(ordinary(values))
+        if not self._writes(weight):
+            return None
         self._take(weight)
-        if self._shared is not None and (role := self._shared.role(name)) is not None:
-            if (placed := self._share(self._shared, role, weight, values)) is not None:
-                return placed
-            if not weight.drive:
-                check_room(self._todo + weight.takes)  # another copy than was thought
-        made = self._filled(weight, values)
-        if not weight.drive:
-            return HostBuffer(made)
-        kept = self._scratch.keep(made)
-        return HostBuffer(kept.host, kept)
+        if self._shared is None or name not in self._shared:
+            return self._private(weight, values)
+        if weight.drive:
+            self._shared.keep(name, self._filled(weight, values))
+        else:
+            self._fill(self._shared.backing(name).host, weight, values)
+        return None if self.in_file(name) else self._joined(self._shared, weight)
 
     def in_file(self, name: str) -> bool:
-        """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed.
-
-        Another rank may be reading it.
-        """
+        """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed."""
         return self._weights[name].part is not None
 
-    def _share(self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor) -> HostBuffer | None:
-        """The values in memory that other ranks map too, or in the scratch file of all; None if those there are others."""
-        name = weight.name
-        if weight.drive:
-            if role == "fill":
-                shared.keep(name, self._filled(weight, values))
-            backing: Backing = shared.kept(name)
-        else:
-            backing = shared.pages(name)
-            if role == "fill":
-                self._fill(backing.host, weight, values)
-                shared.written(name)
-        if role == "compare" and not shared.same(name, backing.host, values):
-            return None
-        self._kept.add(name)
+    def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
+        """The memory of a weight that ranks have written; of its own if it has other values.
+
+        Raises ChunkflowError if there is no room for that.
+        """
+        assert self._shared is not None
+        weight, values = self._weights[name], alias(tensor)
+        if self._shared.same(name, values):
+            return self._joined(self._shared, weight)
+        if not weight.drive:
+            check_room(weight.takes)  # another copy than was planned
+        return self._private(weight, values)
+
+    def report(self) -> None:
+        """Say on all ranks which weights differ."""
+        if self._shared is not None:
+            self._shared.report()
+
+    def _joined(self, shared: SharedPages, weight: LoadRequest) -> HostBuffer:
+        """The memory of a weight that ranks share and have written."""
+        backing = shared.backing(weight.name)
+        self._kept.add(weight.name)
         return HostBuffer(backing.host, backing)
 
-    def finish(self) -> None:
-        """Wait until the other ranks have done their share."""
-        if self._shared is not None:
-            self._shared.finish()
-        self._finished = True
+    def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
+        """Memory of this rank, or a part of its own scratch file, with the values of a weight."""
+        filled = self._filled(weight, values)
+        if not weight.drive:
+            return HostBuffer(filled)
+        kept = self._scratch.keep(filled)
+        return HostBuffer(kept.host, kept)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
@@ -144,7 +146,7 @@ class WeightLoader:
             self._node.close(error)
         self._reader.close()
         if self._shared is not None:
-            self._shared.leave({name for name in self._kept if self._finished or not self.in_file(name)})
+            self._shared.leave(self._kept)
 
     def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = alias(tensor), self._dtype_of(name, tensor)
@@ -157,17 +159,17 @@ class WeightLoader:
         like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
         return LoadRequest(name, like, values.dtype, part, drive, stays, frees, shard)
 
-    def _makes(self, weight: LoadRequest) -> bool:
-        """Whether this rank makes a copy of a weight in host memory, of its own or for all."""
-        return not weight.drive and not weight.stays and self._role(weight) in ("fill", None)
+    def _writes(self, weight: LoadRequest) -> bool:
+        """Whether this rank writes a weight, for itself or for all."""
+        shared = self._shared
+        return not weight.stays and (shared is None or weight.name not in shared or weight.name in shared.writes)
 
-    def _role(self, weight: LoadRequest) -> Role | None:
-        """What this rank does with a weight that ranks share."""
-        return None if self._shared is None else self._shared.role(weight.name)
+    def _takes_memory(self, weight: LoadRequest) -> bool:
+        return not weight.drive and self._writes(weight)
 
     def _take(self, weight: LoadRequest) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
-        if self._makes(weight):
+        if self._takes_memory(weight):
             self._unchecked += weight.nbytes
             if self._unchecked >= _CHECKED:
                 self._unchecked = 0
@@ -175,20 +177,21 @@ class WeightLoader:
             self._todo -= weight.takes
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        made = empty_pages(weight.like)
-        self._fill(made, weight, values)
-        return made
+        host = empty_pages(weight.like)
+        self._fill(host, weight, values)
+        return host
 
-    def _fill(self, made: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
+    def _fill(self, host: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
         if weight.part is not None:
-            self._reader.read(weight.part, made, weight.read_as)
+            self._reader.read(weight.part, host, weight.read_as)
         else:
-            fill(made, values, self._cpus, self._stagings)
+            fill(host, values, self._cpus, self._stagings)
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """For this rank alone."""
-        own = [w for w in self._weights.values() if w.drive and not w.stays and self._role(w) is None]
+        """That of this rank."""
+        shared = self._shared or ()
+        own = [w for w in self._weights.values() if w.drive and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property
@@ -199,18 +202,3 @@ class WeightLoader:
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     """Each weight keeps its dtype."""
     return tensor.dtype
-
-
-def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
-    """As ``from_pretrained(torch_dtype=dtype)`` of diffusers: all floating-point weights of the state, except those that
-    the class of the model keeps in float32; and buffers that are filled before each call."""
-    kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
-    filled = filled_by(root)
-    known = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
-
-    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        if name not in known or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            return tensor.dtype
-        return torch.float32 if kept & set(name.split(".")) else dtype
-
-    return of

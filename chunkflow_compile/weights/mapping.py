@@ -29,14 +29,12 @@ class Descriptor:
         weakref.finalize(self, os.close, number).atexit = False
 
 
-def memory_file(name: str, nbytes: int, grows: bool = False) -> Descriptor:
-    """Shared memory as a file without a name in any file system, which no process can make shorter, or longer unless it
-    ``grows``."""
+def memory_file(name: str, nbytes: int) -> Descriptor:
+    """Shared memory as a file without a name in any file system, which no process can make shorter or longer."""
     made = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(made.number, nbytes)
     # no rank can cut it while another reads it
-    seals = fcntl.F_SEAL_SHRINK | (0 if grows else fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, seals)
+    fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return made
 
 

@@ -2,7 +2,8 @@
 
 The memory is a sealed memfd: a file without a name, which is gone when the last process that maps it has ended, however it
 ended.  So is the file on the drive.  That a weight is the same on all ranks is proved, not assumed: it is the same part of
-the same file everywhere, or each rank compares all bytes of its own with those that the first rank has written.
+the same file everywhere, or each rank compares all bytes of its own with those that the first rank has written, once all
+are written.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-from .backing import FileSlice, SharedMemory
+from .backing import Backing, SharedMemory
 from .bytes import as_weight, same_bits
 from .drive import Scratch
 from .limits import check_room
@@ -31,9 +32,6 @@ from .source import DriveBytes
 
 _log = logging.getLogger(__name__)
 
-# What a rank does with a weight: writes it, compares its own values with what is written, or leaves it to another rank,
-# which reads the same part of the same file.
-Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
 # In messages, names of more weights are left out.
@@ -67,41 +65,41 @@ class LoadRequest:
     def nbytes(self) -> int:
         return self.like.nbytes
 
-    def manifest(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        part = (
-            None
-            if self.part is None
-            else [self.part.file.name, self.part.file.stamp, self.part.offset, self.part.nbytes]
-        )
-        shard = None if self.shard is None else [*self.shard]
-        kind = [self.name, [*self.like.shape], [*self.like.stride()], str(self.like.dtype), self.drive, shard]
-        return {"as": kind, "from": [part, str(self.read_as)]}
+    @property
+    def kind(self) -> str:
+        """Equal on ranks that can share it."""
+        shape, strides = [*self.like.shape], [*self.like.stride()]
+        return repr((self.name, shape, strides, self.like.dtype, self.drive, self.shard and [*self.shard]))
+
+    @property
+    def source(self) -> list[Any] | None:
+        """The part of a file that it is, and how it is read, as JSON holds it; equal on two ranks if its values are."""
+        if (part := self.part) is None:
+            return None
+        return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
 
 
 class SharedPages:
-    """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
+    """The weights of one move that ranks share, in memory or in a scratch file.
+
+    ``writes``: those that this rank writes.  Of the others, it compares its own values with what is written, unless another
+    rank reads the same part of the same file.
+    """
 
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
         """All ranks create it, each with its own weights.  Raises ChunkflowError if there is no room, or one has ended."""
         self._node = node
         self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # and where each begins in the scratch file
-        self._roles: dict[str, Role] = {}
-        self._awaited: dict[str, int] = {}  # how many weights the leader has written when it has written this one
         self._differ: list[str] = []
-        manifests = node.gather([w.manifest() for w in wanted])
-        sources: dict[str, list[Any]] = {}
-        for manifest in manifests:
-            for weight in manifest:
-                sources.setdefault(repr(weight["as"]), []).append(weight["from"])
+        mine = {w.kind: w for w in wanted}
+        whole = sum(w.shard is None for w in wanted)  # which ranks are expected to have in common
+        reports = node.gather([whole, [(kind, w.source) for kind, w in mine.items()]])
+        sources = [dict(each) for _, each in reports]
         # in the order of the first rank; a weight of other sizes elsewhere, or of some ranks only, stays private
-        order = [repr(w["as"]) for w in manifests[0]]
-        mine = {repr(w.manifest()["as"]): w for w in wanted}
-        common = [
-            mine[key] for key in order if key in mine and len(sources[key]) == len(manifests) and mine[key].nbytes
-        ]
-        if 2 * len([w for w in common if w.shard is None]) < max(map(_whole, manifests)):
+        kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
+        common = [mine[k] for k in kinds]
+        if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
             _log.warning(
                 "rank %s shares %s of its %s weights: another rank places another model. Ranks that share place the same "
                 "models in the same order; pass share=False for a model that only some have",
@@ -109,11 +107,16 @@ class SharedPages:
                 len(common),
                 len(wanted),
             )
-        self._assign(common, {w.name: sources[repr(w.manifest()["as"])] for w in common})
+        first, *others = sources
+        self._in_one_file = {mine[k].name for k in kinds if first[k] and all(each[k] == first[k] for each in others)}
+        self.writes = self._assigned(common)
         if memory := [w for w in common if not w.drive]:
             self._share_memory(memory)
         if drive := [w for w in common if w.drive]:
             self._share_file(drive)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pages or name in self._on_drive
 
     def _share_memory(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the memory, and the others get it."""
@@ -137,74 +140,54 @@ class SharedPages:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        made = Scratch.made(places[-1]) if self._node.leads else None
+        own = Scratch.made(places[-1]) if self._node.leads else None
         # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
-        file = self._node.share(None if made is None else made.file.descriptor)
-        self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
+        file = self._node.share(None if own is None else own.file.descriptor)
+        self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if own is None else own.where)
 
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
         """Where each weight begins, on a page of its own, and the end."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
-    def _assign(self, weights: Sequence[LoadRequest], sources: dict[str, list[Any]]) -> None:
-        """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
+    def _assigned(self, weights: Sequence[LoadRequest]) -> frozenset[str]:
+        """The weights that this rank writes.
 
-        The leader also reads what it writes to the drive.
+        Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.  It also reads what
+        it writes to the drive.
         """
-        same = {
-            w.name for w in weights if sources[w.name][0][0] and all(s == sources[w.name][0] for s in sources[w.name])
-        }
-        total, done = sum(w.nbytes for w in weights if w.name in same and not w.drive), 0
+        ranks, done = self._node.ranks, 0
+        split = {w.name for w in weights if w.name in self._in_one_file and not w.drive}
+        total = sum(w.nbytes for w in weights if w.name in split)
+        writers = dict[str, int]()
         for weight in weights:
-            if weight.name in same and not weight.drive:
-                reader = self._node.ranks[min(len(self._node.ranks) * done // total, len(self._node.ranks) - 1)]
-                self._roles[weight.name] = "fill" if reader == self._node.rank else "leave"
+            writers[weight.name] = ranks[0]
+            if weight.name in split:
+                writers[weight.name] = ranks[min(len(ranks) * done // total, len(ranks) - 1)]
                 done += weight.nbytes
-                continue
-            self._awaited[weight.name] = len(self._awaited) + 1
-            other: Role = "leave" if weight.name in same else "compare"
-            self._roles[weight.name] = "fill" if self._node.leads else other
+        return frozenset(name for name, writer in writers.items() if writer == self._node.rank)
 
-    def pages(self, name: str) -> SharedMemory:
-        """The pages of a weight that is shared in memory."""
-        return self._pages[name]
-
-    def role(self, name: str) -> Role | None:
-        """None for a weight that is not shared."""
-        return self._roles.get(name)
-
-    def leave(self, kept: Collection[str]) -> None:
-        """Unmap the pages of all weights but those ``kept``."""
-        for name in self._pages.keys() - kept:
-            self._pages.pop(name).leave()
-
-    def written(self, name: str) -> None:
-        """Tell the others that a weight is written, if they wait for it."""
-        if name in self._awaited:
-            self._node.step()
-
-    def keep(self, name: str, made: torch.Tensor) -> None:
-        """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
-        self._scratch.write(self._on_drive[name][0], made)
-        self.written(name)
-
-    def kept(self, name: str) -> FileSlice:
-        """A weight in the scratch file; waits until the leader has written it."""
-        self._node.wait(self._awaited[name])
+    def backing(self, name: str) -> Backing:
+        """The pages of a weight, or its part of the scratch file once that is written."""
+        if name in self._pages:
+            return self._pages[name]
         begin, weight = self._on_drive[name]
         return self._scratch.kept(begin, weight.like)
 
-    def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
-        self._node.wait(self._awaited[name])
-        equal = _same_bytes(host, values)
+    def keep(self, name: str, values: torch.Tensor) -> None:
+        """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
+        self._scratch.write(self._on_drive[name][0], values)
+
+    def same(self, name: str, values: torch.Tensor) -> bool:
+        """Whether ``values`` are those that were written for a weight."""
+        written_alike = name in self.writes or name in self._in_one_file
+        equal = written_alike or _same_bytes(self.backing(name).host, values)
         if not equal:
             self._differ.append(name)
         return equal
 
-    def finish(self) -> None:
-        """Wait until all weights are written and compared.  Those that differ are named on all ranks."""
+    def report(self) -> None:
+        """Name the weights that differ, on all ranks, when all have compared them."""
         for rank, names in zip(self._node.ranks, self._node.gather(self._differ), strict=True):
             if names:
                 _log.warning(
@@ -214,10 +197,10 @@ class SharedPages:
                     _some_of(names),
                 )
 
-
-def _whole(manifest: Sequence[Any]) -> int:
-    """The number of weights that are not parts, which ranks are expected to have in common."""
-    return sum(weight["as"][-1] is None for weight in manifest)
+    def leave(self, kept: Collection[str]) -> None:
+        """Unmap the pages of all weights but those ``kept``."""
+        for name in self._pages.keys() - kept:
+            self._pages.pop(name).leave()
 
 
 def _some_of(names: Sequence[str]) -> str:
@@ -225,7 +208,7 @@ def _some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
+def _same_bytes(written: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
-    pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (made, values)), strict=True)
-    return all(same_bits(ours, theirs.to(made.dtype).to("cpu")) for ours, theirs in pieces)
+    pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (written, values)), strict=True)
+    return all(same_bits(ours, theirs.to(written.dtype).to("cpu")) for ours, theirs in pieces)

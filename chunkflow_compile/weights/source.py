@@ -52,28 +52,28 @@ class WeightFile:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
         self._fill(self.descriptor.number, memory_of(target), offset, offset, target.numel())
 
-    def read_beside(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    def read_direct(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """Read into ``memory`` without taking any of the page cache, where the file system can; return the bytes there.
 
         ``memory``: uint8, from a page on, of all the blocks of the file that these bytes touch.  Raises as :meth:`read`.
         """
         begin = offset % BLOCK
         found = memory[begin : begin + nbytes]
-        if (beside := self._beside) is not None:
+        if (direct := self._direct) is not None:
             blocks = memory_of(memory[: -(-(begin + nbytes) // BLOCK) * BLOCK])
             try:
-                self._fill(beside.number, blocks, offset - begin, offset, nbytes)
+                self._fill(direct.number, blocks, offset - begin, offset, nbytes)
                 return found
             except ChunkflowError as error:
                 if getattr(error.__cause__, "errno", None) != errno.EINVAL:
                     raise
-                self._beside = None
+                self._direct = None
         self.read(found, offset)
         return found
 
     @cached_property
-    def _beside(self) -> Descriptor | None:
-        """The file opened for reads beside the page cache, None if the file system has none."""
+    def _direct(self) -> Descriptor | None:
+        """The file opened for direct reads, None if the file system has none."""
         try:
             # also a file without a name can be opened again there
             return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
@@ -137,15 +137,9 @@ class DriveBytes:
         """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`WeightFile.read`."""
         self.file.read(target, self.offset)
 
-    def read_beside(self, memory: torch.Tensor) -> torch.Tensor:
-        """Read them beside the page cache, see :meth:`WeightFile.read_beside`."""
-        return self.file.read_beside(memory, self.offset, self.nbytes)
-
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
-        status = os.fstat(self.file.descriptor.number)
-        return status.st_dev, status.st_ino, self.offset, self.nbytes
+    def read_direct(self, memory: torch.Tensor) -> torch.Tensor:
+        """Read them without taking any of the page cache, see :meth:`WeightFile.read_direct`."""
+        return self.file.read_direct(memory, self.offset, self.nbytes)
 
     def mapped(self) -> torch.Tensor:
         """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""

@@ -8,7 +8,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ import torch.utils._pytree as pytree
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import same_bits
-from .host_buffer import HostBuffer
 
 _aten = torch.ops.aten
 # Namespaces of torch whose schemas declare every write.
@@ -42,16 +41,6 @@ _UNSEEN = frozenset(
 _SENDS = frozenset(("c10d::send",))
 
 
-class Weight(Protocol):
-    """An offloaded weight, as this module knows it: its memory, and a view of that."""
-
-    buffer: HostBuffer
-    host: torch.Tensor
-
-    def fetch(self) -> torch.Tensor:
-        """A copy of the values on the device; on the CPU the host memory itself."""
-
-
 def declares(func: Any) -> bool:
     """Whether the schema of an op tells which of its arguments it writes."""
     return func.namespace in _DECLARED and func not in _STATISTICS
@@ -62,7 +51,7 @@ def cannot_be_seen(func: Any) -> bool:
     return func.namespace == "symm_mem" or func.name().partition(".")[0] in _UNSEEN
 
 
-def settled(func: Any, values: Sequence[torch.Tensor]) -> None:
+def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
     """Wait until a functional collective has written ``values``, which it may do after it returns."""
     if func.namespace == "_c10d_functional":
         for value in values:
@@ -70,12 +59,13 @@ def settled(func: Any, values: Sequence[torch.Tensor]) -> None:
 
 
 def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on copies of the weights among its arguments, and give the weights what it has written to them.
+    """Run an op on copies of the weights among its arguments, those of a ``kind``, and give the weights what it has written
+    to them.
 
     Raises ChunkflowError if the op returns other memory of a copy, because a write to that would go unnoticed, or if it is
     only over with a batch.
     """
-    weights: dict[int, Weight] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
+    weights: dict[int, Any] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     sends = func.name().partition(".")[0] in _SENDS
     if not sends and any(map(_coalesces, args)):
         raise ChunkflowError(
@@ -107,7 +97,7 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
     return result
 
 
-def _take(weight: Weight, copy: torch.Tensor) -> None:
+def _take(weight: Any, copy: torch.Tensor) -> None:
     """Give a weight what was written to a copy of it, if anything was."""
     values = copy.to(weight.host.device)
     weight.buffer.check()
@@ -117,9 +107,9 @@ def _take(weight: Weight, copy: torch.Tensor) -> None:
             weight.buffer.written += 1
 
 
-def _copy(weight: Weight) -> torch.Tensor:
+def _copy(weight: Any) -> torch.Tensor:
     """The values on the device, in memory of their own."""
-    values = weight.fetch()
+    values: torch.Tensor = weight.fetch()
     return values.clone() if values is weight.host else values
 
 

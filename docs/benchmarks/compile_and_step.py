@@ -42,7 +42,7 @@ from chunkflow_compile import cycles, programs
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes import pipeline
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.order import Solo
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
@@ -152,7 +152,7 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
     return {"rows": list(found.values()), "kinds": graphs, "budget": budget, "moved": moved}
 
 
-def kind_of(program: Session) -> str:
+def kind_of(program: Solo) -> str:
     """The kind of a program: the module that its first weight is in, without the number of its block."""
     name = next((buffer.name for buffer in program.buffers.values()), "without large weights")
     return re.sub(r"\.\d+\..*", "", name)

@@ -24,8 +24,8 @@ import chunkflow_compile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.executor import Executor
-from chunkflow_compile.runtime.runner import Runner
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.graph import CompiledGraph
+from chunkflow_compile.runtime.order import Order
 
 OPTIONS = {"policy": "resident", "min_bytes": 4096, "lowering": "eager"}
 PARTS = ("guards, wrappers, and eager code", "runner", "session and cycle", "executor", "regions")
@@ -57,8 +57,8 @@ class Clock:
 def watched(clock: Clock) -> Iterator[None]:
     owning = instructions.owning
     with (
-        mock.patch.object(Runner, "__call__", clock.around(1, Runner.__call__)),
-        mock.patch.object(Session, "run", clock.around(2, Session.run)),
+        mock.patch.object(CompiledGraph, "__call__", clock.around(1, CompiledGraph.__call__)),
+        mock.patch.object(Order, "run", clock.around(2, Order.run)),
         mock.patch.object(Executor, "run", clock.around(3, Executor.run)),
         mock.patch.object(instructions, "owning", lambda region, slots: clock.around(4, owning(region, slots))),
     ):

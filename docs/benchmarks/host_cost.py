@@ -19,16 +19,16 @@ from unittest import mock
 import torch
 from sixty_blocks import sixty_blocks
 from tabulate import tabulate
-from torch.fx import Node
 
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
-from chunkflow_compile.runtime import executor as executors
+from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
-from chunkflow_compile.runtime.instructions import Issuer
+from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3 * FIRST_STEPS
 ALSO = "[host_by_part.md](host_by_part.md) has the parts of a call that runs on the CPU."
@@ -91,25 +91,19 @@ class Tenant:
         """Never called: no other program joins the arena."""
 
 
-class IdleIssuer(Issuer):
-    """Instructions whose collectives return nothing, because there is no process group."""
-
-    def _told(self, node: Node) -> Callable[..., Any]:
-        return lambda *_: None
-
-
 def _issue(program: Program) -> list[float]:
     """Seconds to issue each of ``STEPS`` calls."""
     device: Any = CudaDevice(IdleGpu())
     arena = Arena(make=lambda *_: device)
     tenant = Tenant(replace(program.plan, arena_bytes=1))
-    arena.join(tenant)
+    arena.add(tenant, DeviceKind())
     slots = dict.fromkeys([w.name for w in program.plan.streamed], arena.reserve(1))
     regions: dict[str, Callable[..., Sequence[Any]]] = {
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
     }
-    with mock.patch.object(executors, "Issuer", IdleIssuer):
-        executor = executors.Executor(program, regions, Binding(arena, {}, slots, slots))
+    # collectives return nothing, because there is no process group
+    with mock.patch.object(instructions, "_explained", lambda *_: lambda *_: None):
+        executor = Executor(program, regions, Binding(arena, {}, slots, slots))
     inputs = [None] * len(program.module.graph.find_nodes(op="placeholder"))
     times = []
     for _ in range(STEPS):

@@ -324,8 +324,8 @@ them. `page cache` and `processes`: the most of the group in these steps; `peak`
 kernel reads ahead by up to {ahead} on this disk. Written by
 `python docs/benchmarks/shared_drive.py --out docs/benchmarks/shared_drive.md`.
 
-Through the page cache in place of that, each rank for itself, two ranks in step read 1.26 to 1.63 times as much as one from
-the disk where 150 MB are left of 384 MiB, and 2.09 to 2.35 times where 60 MB are (26 November 2026).
+Each rank reads for itself, through the page cache if there are several. Two ranks in step read 1.26 to 1.63 times as much as
+one from the disk where 150 MB were left of 384 MiB, and 2.09 to 2.35 times where 60 MB were (26 November 2026).
 
 """
 HEADERS = ("ranks", "limit", "disk", "CPU", "step", "wall", "page cache", "processes", "peak")

@@ -25,6 +25,7 @@ from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -349,7 +350,7 @@ def on_a_rank(rank: int) -> None:
     torch.set_grad_enabled(False)
     pair = Pair(prepare=lambda m: enable_ulysses(m, 2), options={**EAGER, "share": True})
     slots = [m.slots for m in pair.model.modules() if isinstance(m, Slotted)]
-    assert slots and not any(buffer_of(t).shared for t in slots)
+    assert slots and not any(buffer_of(t).where is Where.SHARED for t in slots)
     pair.swap(4, 16, 8)
     assert sum(m.collectives for p in programs(pair.model) for m in p.measurements)
 

@@ -181,7 +181,7 @@ def test_a_line_for_each_long_compilation(
     offload(model, "cpu", min_bytes=MIN_BYTES)
     placement: Any = placement_of(model)
     compile_by_kind(model, placement, EAGER, None, name="pipe.transformer")
-    caplog.set_level(logging.INFO, "chunkflow_compile.weights.progress")
+    caplog.set_level(logging.INFO, "chunkflow_compile.model.compile_progress")
     for rows, tick in ((4, 2.0), (6, 2.0), (9, 2.0)):
         placement.progress.now = OwnClock(tick=tick).now
         model(torch.randn(rows, 8))
@@ -195,7 +195,7 @@ def test_a_line_for_each_long_compilation(
     quick: Any = placement_of(other)
     quick.progress.now = OwnClock(tick=1.9).now
     other(torch.randn(4, 8))
-    said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.weights.progress"]
+    said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.model.compile_progress"]
     first = "pipe.transformer: compiled blocks.0 in 2.0 s"
     assert said == [first, "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s"]
     assert all((f"chunkflow: {line}\n" in shown.getvalue()) == terminal for line in said)

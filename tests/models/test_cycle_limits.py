@@ -210,4 +210,4 @@ def test_models_whose_roots_are_gone_have_budgets_of_their_own() -> None:
     for blocks in left:
         for block in blocks:
             block(torch.randn(4, 64))
-    assert len(arena.tenants) == 4 and len({tenant.model for tenant in arena.tenants}) == 2
+    assert len(arena.programs) == 4 and len({program.call.model for program in arena.programs}) == 2

@@ -75,7 +75,7 @@ def test_a_pipeline(
     most = list[int]()
     printed = capsys.readouterr().out
     assert all(n in printed for n in models(pipe))
-    caplog.set_level(logging.INFO, "chunkflow_compile.weights.progress")
+    caplog.set_level(logging.INFO, "chunkflow_compile.model.compile_progress")
     placement_of(pipe.transformer).progress.now = OwnClock(tick=2.0).now
     for phase in budget.phases:
         large = [t for t in phase.weights if t.nbytes >= MIN_BYTES]
@@ -272,5 +272,5 @@ def test_applied_again_it_compiles_nothing(quiet: None) -> None:
         kept.append(Counter(type(o).__name__ for o in gc.get_objects()))
         compiled = compiled or graphs()
         assert graphs() == compiled > 0
-    for name in ("HostWeight", "HostBuffer", "HostStore", "Placement", "Session", "Code", "ShapeEnv", "FakeTensor"):
+    for name in ("HostWeight", "HostBuffer", "HostStore", "Placement", "Solo", "Code", "ShapeEnv", "FakeTensor"):
         assert kept[2][name] == kept[1][name], name

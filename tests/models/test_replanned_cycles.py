@@ -15,8 +15,8 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import Arena, cycles, offload, programs, replan
-from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.device import CpuDevice
+from chunkflow_compile.runtime.sequence import Sequence as CallSequence
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 PAUSE_S = 0.02
@@ -32,7 +32,7 @@ def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
     return model, lambda _: check_steps(model, twin, 1)
 
 
-def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
+def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> CallSequence:
     """Runs steps; the cycle is planned after the second.  Returns the cycle of the last, which is warm."""
     for i in range(steps):
         step(i)
@@ -164,7 +164,7 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
     for i, rows in (*((i, 4) for i in order), *((i, rows) for rows in (7, 7, 9) for i in (0, 1))):
         check_steps(models[i], plain[i], 1, (rows, 8))
         assert on_device(arena, *models) == arena.held <= 2 * memory
-        in_cycles.append(arena.cycles.current is not None)
+        in_cycles.append(arena.order is not None and arena.order.current is not None)
     assert not all(in_cycles) and all(in_cycles[-6:])
 
 

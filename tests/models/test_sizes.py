@@ -87,7 +87,7 @@ def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: 
     if by_kind:
         of_blocks = [p for p in found if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())]
         assert len({id(p.code.regions) for p in of_blocks}) == 2
-        assert sum(p.steps for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
+        assert sum(p.call.steps for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
         return
     for program in found:
         assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements if not m.primed_bytes)

@@ -34,8 +34,7 @@ from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
-from chunkflow_compile.runtime.read_thread import Order
+from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.host_store import HostStore
@@ -179,13 +178,13 @@ def test_a_step_that_fails_leaves_the_model_usable(no_grad: None) -> None:
     model, twin, run = compiled(cuda)
     run(torch.randn(4, 8))
     executor = programs(model)[0].executor
-    at, bad = len(executor._instructions) // 2, [True]
+    at, bad = len(executor.instructions) // 2, [True]
 
     def fail(step: Any) -> None:
         if bad.pop() if bad else False:
             raise RuntimeError("CUDA out of memory")
 
-    executor._instructions.insert(at, fail)
+    executor.instructions.insert(at, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         run(torch.randn(4, 8))
     check_steps(run, twin, 3)

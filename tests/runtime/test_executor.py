@@ -18,11 +18,12 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.frontend import trace as tracing
-from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.runtime.instructions import instructions
+from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
 
 
-def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, Session]:
+def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, Solo]:
     model, twin = twins(lambda: Stack(layers))
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager", **more})
     run(torch.randn(4, 8))
@@ -33,7 +34,7 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
     """It comes before the executor has given up the arena, whose chunks are those of the middle of a step."""
     _, twin, run, runner = streaming(debug="poison", policy="layerwise", slowdown=None)  # copies for the next step
     executor = runner.executor
-    whole = executor._instructions[:]
+    whole = executor.instructions[:]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -41,8 +42,8 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
     for i in range(1, len(whole), 16):
         run(torch.randn(4, 8))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(executor, "_instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
-            patch.setattr(executor.binding.arena, "alone", interrupt)
+            patch.setattr(executor, "instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
+            patch.setattr(executor, "forget", interrupt)
             run(torch.randn(4, 8))
         check_steps(run, twin, 1)
 
@@ -50,7 +51,8 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
 def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     _, _, run, runner = streaming()
     alive: list[int] = []
-    regions = runner.executor._issuer._regions
+    executor = runner.executor
+    regions = executor.regions
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def spy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,9 +64,8 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
 
         return call
 
-    issuer = runner.executor._issuer
-    issuer._regions = {n: spy(f) for n, f in regions.items()}
-    runner.executor._instructions = list(issuer.instructions())
+    executor.regions = {n: spy(f) for n, f in regions.items()}
+    executor.instructions = list(instructions(executor))
     run(torch.randn(4, 8))
     assert max(alive) <= 2, "a region's input and output, and no older activation"
 

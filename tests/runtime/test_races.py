@@ -130,11 +130,11 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
 
 # The stream that waits for each kind of event, and which event it is.
 EVENTS: dict[str, tuple[str, Callable[[Executor, object], bool]]] = {
-    "openings": ("copy", lambda executor, event: event is executor._issuer._opening),
+    "openings": ("copy", lambda executor, event: event is executor.opening),
     "arrivals": ("compute", lambda executor, event: any(event is arrived for arrived in executor.state.arrived)),
     "starts of collectives": ("collective", lambda executor, event: True),
-    "ends of collectives": ("compute", lambda executor, event: event is executor._issuer._ended),
-    "handovers": ("copy", lambda executor, event: event is executor._handover),
+    "ends of collectives": ("compute", lambda executor, event: event is executor.ended),
+    "handovers": ("copy", lambda executor, event: event is executor.handover),
 }
 
 

@@ -23,7 +23,7 @@ from chunkflow_compile import ChunkflowError, cycles, offload, programs, replan
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.runtime import bound_cycle
+from chunkflow_compile.runtime import measurement
 from chunkflow_compile.runtime.rank_times import RankTimes
 from chunkflow_compile.weights.groups import Group
 
@@ -100,7 +100,7 @@ def check(model: nn.Module, twin: nn.Module, passes: int) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    (bound,) = cycles(model) or (programs(model)[-1].alone,)
+    (bound,) = cycles(model) or (programs(model)[-1],)
     return bound.cycle.plan
 
 
@@ -164,11 +164,11 @@ def differs(rank: int, folder: Path) -> None:
     assert len(kept) == (rank < 3) and all("rank 3 runs other calls than this one" in text for text in kept)
 
     if rank == 0:
-        named = bound_cycle.group_named
-        bound_cycle.group_named = lambda name: replace(named(name), timeout=timedelta(seconds=0.1))  # type: ignore[type-var]
+        named = measurement.group_named
+        measurement.group_named = lambda name: replace(named(name), timeout=timedelta(seconds=0.1))  # type: ignore[type-var]
         with pytest.raises(ChunkflowError, match=r"Ranks 1, 2, 3 did not call replan\(as_measured=True\) within 0.1 s"):
             replan(model, as_measured=True)
-        bound_cycle.group_named = named
+        measurement.group_named = named
     check(model, twin, 1)
     assert plan_of(model).hardware == "wrong", "nothing has changed"
     replan(model, as_measured=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
+import gc
 import logging
 import os
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,46 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import WITHIN
-from drive_ranks import CONTENT, Event, cycle_of, eventually, unpinned
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK, MOST_READ_AHEAD, Ring, RingSlot, ring_bytes, room
-from chunkflow_compile.runtime import read_ahead, read_thread
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
-from chunkflow_compile.runtime.read_thread import Order
+from chunkflow_compile.runtime import read_ahead
+from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
 from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
-from chunkflow_compile.weights.shared_ring import SharedRing
 from chunkflow_compile.weights.source import DriveBytes, WeightFile
+
+CONTENT = random.Random(0).randbytes(4096)
+
+
+def unpinned(_: torch.Tensor) -> Callable[[], None]:
+    return lambda: None
+
+
+class Event:
+    """An event that another thread reaches."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        assert self._reached.wait(WITHIN)
+
+
+def cycle_of(file: WeightFile, spans: Sequence[tuple[int, int]]) -> list[DriveBytes]:
+    return [DriveBytes(file, begin, size) for begin, size in spans]
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +144,7 @@ def test_where_memory_is_short_the_page_cache_stays_as_it_is(
     os.fsync(number)
     os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
     file = WeightFile(Descriptor(number), "the file")
-    if in_the_page_cache(number, nbytes) or file._beside is None:
+    if in_the_page_cache(number, nbytes) or file._direct is None:
         pytest.skip("the folder for temporary files is on no drive")
     spans = [(2240, 300_000), (302_240, 400_001), (702_241, len(content) - 702_241)]
     monkeypatch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, (1 << 19) if short else 1 << 40))
@@ -215,7 +243,7 @@ class NeverWaits(Ring):
 
 def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the verifier refuses (tests/passes/program/test_reads.py) is one that a copy would see."""
-    monkeypatch.setattr(read_thread, "Ring", NeverWaits)
+    monkeypatch.setattr(read_ahead, "Ring", NeverWaits)
     cycle, before = cycle_of(file, [(64 * i, 64) for i in range(16)]), file.read_bytes
     reader = ReadAhead(unpinned)
     reader.reset(Order(cycle[:1], cycle[1:], 0))  # the first is not read again, however far the reader gets
@@ -292,27 +320,29 @@ def test_a_part_of_the_bytes_of_a_weight(file: WeightFile) -> None:
         assert bytes(weight[part].read_all().tolist()) == content[part]
 
 
-def test_a_thread_that_cannot_start_leaves_the_ring_of_all_ranks(
-    file: WeightFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next reader claims it, and other ranks find no reads offered."""
+def test_a_reader_whose_thread_cannot_start(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies read by themselves, and the next order has a thread again."""
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    shared, cycle = SharedRing.made(), cycle_of(file, [(64 * i, 64) for i in range(4)])
-    ring, other = (SharedRing(shared, rank, (0, 1), WITHIN) for rank in (0, 1))
-    order, reader = Order([], cycle, 0), ReadAhead(unpinned)
-    for broken in (True, False):
-        with monkeypatch.context() as patch:
-            if broken:
-                patch.setattr(threading.Thread, "start", no_thread)
-            with pytest.raises(RuntimeError, match="can't start") if broken else contextlib.nullcontext():
-                reader.reset(order, ring=ring)
-        assert (other.offer(order.digest(), (0, 0), 0, len(cycle)) is None) == broken
-    assert not ring.claim()
+    cycle, reader = cycle_of(file, [(64 * i, 64) for i in range(4)]), ReadAhead(unpinned)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", no_thread)
+        reader.reset(Order([], cycle, 0))
+    assert bytes_of(reader, cycle[2]) == CONTENT[128:192]
+    reader.reset(Order([], cycle, 0))
+    assert bytes_of(reader, cycle[0]) == CONTENT[:64]
     reader.close()
-    assert ring.claim()
+
+
+def test_a_reader_that_is_dropped_ends_its_thread(file: WeightFile) -> None:
+    """A model may be dropped without restore."""
+    reader = ReadAhead(unpinned)
+    reader.reset(Order([], cycle_of(file, [(0, 64)]), 0))
+    del reader
+    gc.collect()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"])
 
 
 def test_the_size_of_the_ring() -> None:

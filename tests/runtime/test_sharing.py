@@ -68,7 +68,7 @@ def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad
         check_steps(run, other, 1, shape)
     restore(model)
     assert all(torch.equal(v, other.state_dict()[n]) for n, v in model.state_dict().items())
-    assert arena.nbytes == 0 and not arena.tenants
+    assert arena.nbytes == 0 and not arena.programs
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> No
     for _ in range(3):
         for run, twin in zip(runs, twins, strict=True):
             check_steps(run, twin, 2)
-    assert len(arena.tenants) == 3
-    assert arena.nbytes == max(s.plan.arena_bytes for s in arena.tenants)
+    assert len(arena.programs) == 3
+    assert arena.nbytes == max(s.plan.arena_bytes for s in arena.programs)
     for run in runs:
         assert "calls began cold" in str(explain(run)), "one after each change to another model"
     restore(models[0])
@@ -143,7 +143,7 @@ def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> No
     assert torch.equal(models[0](x), twins[0](x)) and torch.equal(runs[1](x), twins[1](x))
     for model in models[1:]:
         restore(model)
-    assert arena.nbytes == 0 and not arena.tenants
+    assert arena.nbytes == 0 and not arena.programs
     assert torch.equal(runs[2](x), twins[2](x)), "the arena is allocated again when it is needed"
 
 
@@ -156,8 +156,8 @@ def test_an_arena_grows_with_the_largest_of_its_programs(no_grad: None) -> None:
     large = compiled(model, arena=arena, policy="layerwise", slowdown=None, group_bytes=1)
     for _ in range(3):
         assert torch.equal(large(x), twin(x)) and torch.equal(small(x), twin(x))
-    assert not first.closed and len(arena.tenants) == 2
-    assert first.plan.arena_bytes < arena.nbytes == max(s.plan.arena_bytes for s in arena.tenants)
+    assert not first.closed and len(arena.programs) == 2
+    assert first.plan.arena_bytes < arena.nbytes == max(s.plan.arena_bytes for s in arena.programs)
     gc.collect()
     alive = [
         o for o in gc.get_objects() if type(o) is torch.Tensor and o.untyped_storage().nbytes() == arena.nbytes + 256
@@ -213,7 +213,7 @@ def test_an_arena_whose_models_are_dropped_is_emptied(no_grad: None) -> None:
     for thread in threading.enumerate():
         if thread.name == "chunkflow-close":
             thread.join(WITHIN)
-    assert arena.nbytes == 0 and not arena.tenants
+    assert arena.nbytes == 0 and not arena.programs
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     assert torch.equal(compiled(model, arena=arena, debug="threads")(x), twin(x)), "on other streams than before"
 

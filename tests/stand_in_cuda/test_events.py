@@ -30,11 +30,11 @@ def _skip(executor: Executor, skipped: Any) -> None:
 
 
 def without_openings(executor: Executor) -> None:
-    _skip(executor, executor._issuer._opening)
+    _skip(executor, executor.opening)
 
 
 def without_handovers(executor: Executor) -> None:
-    _skip(executor, executor._handover)
+    _skip(executor, executor.handover)
 
 
 def without_the_callers_other_stream(executor: Executor) -> None:

@@ -16,8 +16,8 @@ from helpers import on_card
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime import executor
 from chunkflow_compile.runtime.torch_cuda import register
+from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
@@ -82,14 +82,14 @@ class Ranked:
 def shared(rank: int, folder: str) -> None:
     found = Ranked(folder, rank, torch.bfloat16)
     buffers = found.buffers
-    assert buffers and all(buffer.shared is not None for buffer in buffers), "the default for a GPU"
+    assert buffers and all(buffer.where is Where.SHARED for buffer in buffers), "the default for a GPU"
     found.check(3)
     streamed = found.streamed
     assert streamed and all(buffer.pinned for buffer in buffers if buffer.name in streamed)
     if rank == 1:
         found.change_a_weight()
     found.check(3)
-    private = [buffer for buffer in buffers if buffer.shared is None]
+    private = [buffer for buffer in buffers if buffer.where is not Where.SHARED]
     assert len(private) == rank and all(buffer.pinned for buffer in private)
     found.end()
 
@@ -117,24 +117,7 @@ def written_by_collectives(rank: int, folder: str) -> None:
     found.end()
 
 
-@torch.no_grad()
-def read_together(rank: int, folder: str) -> None:
-    """The ranks are in step because they begin each step together; there are no collectives of a card here."""
-    executor._in_step = lambda cycle, ranks: True  # type: ignore[assignment]
-    found, seen = Ranked(folder, rank, host_memory=0), list[bool]()
-    for _ in range(30):
-        dist.barrier()
-        found.check()
-        reader = programs(found.model)[-1].arena.reader
-        seen.append(reader.joined)
-        if seen[-1]:
-            assert reader._thread._theirs.bytes.is_pinned(), "each rank pins the ring"
-    read = sum(file.read_bytes for file in {b.drive.file for b in found.buffers if b.drive is not None})
-    assert seen[-1] == (rank == 1) and read > 0
-    found.end()
-
-
-@pytest.mark.parametrize("work", [shared, written_by_collectives, read_together])
+@pytest.mark.parametrize("work", [shared, written_by_collectives])
 def test_two_ranks_on_a_card(work: Callable[[int, str], None], tmp_path: Path) -> None:
     small_model("wan", SIZE).save_pretrained(tmp_path / "wan")
     context = multiprocessing.get_context("spawn")

@@ -129,4 +129,4 @@ def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, 
     run._make_programs(run._calibrate())
     control.settings(lag=1 << 20)
     run._rehearse(run.arms["replanned"])
-    assert run._session.alone.replan_after == 0
+    assert run._newest.replan_after == 0

@@ -337,40 +337,38 @@ def test_new_weights_beyond_host_memory_are_told_once(placed: tuple[nn.Module, n
     assert len(said) == 1 and re.search(f"{NAME} {expected}", said[0]), said
 
 
-def test_writes_beyond_host_memory_are_told_once(placed: tuple[nn.Module, nn.Module]) -> None:
-    model, twin = placed
-    with (
-        full(),
-        pytest.raises(ChunkflowError, match=rf"{NAME} is written, .* [\d.]+ KiB find no room there: 5 B are free"),
-    ):
-        model.get_parameter(NAME).mul_(2)
-    assert buffers(model)[NAME].drive is not None
-    with pytest.warns(UserWarning, match=r"is written, .* more than host_memory, which is 0") as told:
-        model.load_state_dict({k: 2 * v for k, v in twin.state_dict().items()})
-    assert len(told) == 1
-    assert torch.equal(model.get_parameter(NAME), 2 * twin.get_parameter(NAME))
+WHERE_NONE_IS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a write": (TOUCHES["mul_"], rf"{NAME} is written, .* [\d.]+ KiB find no room there: 5 B are free"),
+    "a copy": (copy.deepcopy, "on the drive, and a copy .* finds no room .*: 5 B are free"),
+    "a cast": (lambda m: m.to(torch.float32), "on the drive, and a copy .* finds no room .*: 5 B are free"),
+    "restore": (restore, r"no room in host memory for .* 5 B are free.*call restore again"),
+}
 
 
-def test_copies_of_weights_on_the_drive(placed: tuple[nn.Module, nn.Module]) -> None:
-    """They go into host memory: a sentence where there is no room, and one warning for weights that leave the drive."""
-    model, _ = placed
-    for made in (copy.deepcopy, lambda m: m.to(torch.bfloat16)):
-        with full(), pytest.raises(ChunkflowError, match=r"on the drive, and a copy .* finds no room .*: 5 B are free"):
-            made(model)
-    assert all(buffer.drive is not None for buffer in buffers(model).values())
-    with pytest.warns(UserWarning, match="is no longer on the drive: the weights take") as told:
-        model.to(torch.bfloat16)
-    assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
-
-
-def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path) -> None:
+def test_where_there_is_no_host_memory(saved: Path) -> None:
+    """What needs some says so, and all weights stay as they are."""
     model, twin = load_stack(str(saved)), load_stack(str(saved), torch.bfloat16)
     offload(model, min_bytes=LEAST, host_memory=0, dtype=torch.bfloat16)
-    with full(), pytest.raises(ChunkflowError, match=r"no room in host memory for .* 5 B are free.*call restore again"):
-        restore(model)
-    assert buffers(model) and same(model, twin)
+    for act, says in WHERE_NONE_IS.values():
+        with full(), pytest.raises(ChunkflowError, match=says):
+            act(model)
+        assert same(model, twin) and all(buffer.drive is not None for buffer in buffers(model).values())
     restore(model)
     assert not buffers(model) and same(model, twin)
+
+
+@pytest.mark.parametrize("how", ["load", "cast"])
+def test_weights_that_leave_the_drive_are_said_once(placed: tuple[nn.Module, nn.Module], how: str) -> None:
+    model, twin = placed
+    says = "is written, .* more than host_memory, which is 0" if how == "load" else "is no longer on the drive: the wei"
+    with pytest.warns(UserWarning, match=says) as warned:
+        if how == "load":
+            model.load_state_dict({k: 2 * v for k, v in twin.state_dict().items()})
+        else:
+            model.to(torch.bfloat16)
+    assert len([w for w in warned if re.search(says, str(w.message))]) == 1
+    expected = 2 * twin.get_parameter(NAME) if how == "load" else twin.get_parameter(NAME).to(torch.bfloat16)
+    assert torch.equal(model.get_parameter(NAME), expected)
 
 
 def test_a_child_writes_no_weight_of_its_parent() -> None:
@@ -390,18 +388,6 @@ def test_a_child_writes_no_weight_of_its_parent() -> None:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert same(model, twin)
-
-
-def test_the_drive_is_asked_for_room_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    free, written = large(model) // 2, list[int]()
-    monkeypatch.setattr(drive.shutil, "disk_usage", lambda _: type("", (), {"free": free}))
-    monkeypatch.setattr(os, "pwritev", lambda *_: written.append(1))
-    with pytest.raises(
-        ChunkflowError, match=rf"{size(free)} are free\. Set TMPDIR to a .* drive, or raise host_memory"
-    ):
-        offload(model, min_bytes=LEAST, host_memory=0)
-    assert not written and same(model, twin)
 
 
 def test_a_mount_over_another_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

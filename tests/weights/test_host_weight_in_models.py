@@ -178,6 +178,37 @@ def test_what_needs_shared_memory_or_another_shape_is_refused(no_grad: None) -> 
     assert not hasattr(weight, "__cuda_array_interface__") and torch.equal(weight, before)
 
 
+ALIASES: dict[str, Callable[[Any, Any], Any]] = {
+    "a parameter": lambda a, b: setattr(b, "weight", nn.Parameter(a.weight)),
+    "a view": lambda a, b: setattr(b, "weight", nn.Parameter(a.weight[:])),
+    "data": lambda a, b: setattr(b.weight, "data", a.weight.data),
+}
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+def test_two_parameters_of_one_memory(first_step: bool, no_grad: None) -> None:
+    """Placed, or with programs already: a sentence, nothing has moved, and what it says runs."""
+    for alias in ALIASES.values():
+        torch._dynamo.reset()
+        model, twin = pair()
+        run = compiled(model)
+        if not first_step:
+            assert_steps(run, twin)
+        one, other = model.blocks[0].up, model.blocks[1].up
+        alias(one, other)
+        with pytest.raises(
+            Exception, match=r"1\.up\.weight has the memory of blocks\.0\.up\.weight, .* or a clone of it"
+        ):
+            run(torch.randn(4, 8))
+        other.weight, twin.blocks[1].up.weight = one.weight, twin.blocks[0].up.weight
+        assert_steps(run, twin)
+        one.weight.mul_(0.5), twin.blocks[0].up.weight.mul_(0.5)
+        assert_steps(run, twin)
+        assert programs(model)[0].measurements[-1].moved_bytes > 0
+        restore(model)
+        assert_plain(model)
+
+
 def test_a_parameter_made_by_the_class_of_a_weight_is_an_ordinary_one(no_grad: None) -> None:
     model, _ = pair()
     made = type(model.get_parameter(NAMES[0]))(torch.ones(2), requires_grad=False)

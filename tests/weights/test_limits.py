@@ -14,7 +14,7 @@ from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.units import size
 from chunkflow_compile.weights import host_store, limits, loader
-from chunkflow_compile.weights.backing import SharedMemory
+from chunkflow_compile.weights.backing import Backing, SharedMemory, Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room
@@ -229,7 +229,7 @@ def half_a_copy_is_free(rank: int) -> None:
     total = sum(p.nbytes for p in model.parameters())
     limits.host_memory = lambda *_: HostMemory(1 << 34, total // 2)
     offload(model, min_bytes=1024, share=True, device="cpu")
-    assert all(buffer.shared is not None for buffer in buffers_of(model))
+    assert all(buffer.where is Where.SHARED for buffer in buffers_of(model))
 
 
 def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) -> None:
@@ -239,7 +239,7 @@ def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) 
 
 def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
-    monkeypatch.setattr("chunkflow_compile.weights.host_buffer._AGAIN_S", 0.0)
+    monkeypatch.setattr("chunkflow_compile.weights.host_buffer._RETRY_S", 0.0)
     device, store, refused = Reader(), buffers[0].store, list[int]()
     plain, store.turn = device.pin, (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)
@@ -254,10 +254,10 @@ def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: p
 
     monkeypatch.setattr(device, "pin", pin)
     half = buffers[len(buffers) // 2]
-    monkeypatch.setattr(half, "backing", SharedMemory.__new__(SharedMemory))
+    monkeypatch.setattr(half, "_backing", SharedMemory.__new__(SharedMemory))
     with pytest.warns(UserWarning, match="could not be pinned"):
         assert not pin_all(buffers, device, None)
     assert refused == [half.host.data_ptr()] * 2
     store.pins, refused[:] = True, [1]
     assert pin_all(buffers, device, None) and refused == [1, half.host.data_ptr()]
-    monkeypatch.setattr(half, "backing", None)
+    monkeypatch.setattr(half, "_backing", Backing(half.host))

@@ -25,9 +25,11 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
+from chunkflow_compile.model import streamable
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
-from chunkflow_compile.weights import streamable
-from chunkflow_compile.weights.host_weight import HostWeight, become
+from chunkflow_compile.weights.backing import Where
+from chunkflow_compile.weights.exchange import become
+from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, stream_inside
 
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
@@ -137,11 +139,13 @@ def shared_shards(rank: int) -> None:
     logging.getLogger("chunkflow_compile").addHandler(handler)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = offload(stack(mesh["tensor"]), min_bytes=4096, share=True)
-    assert all(t.buffer.shared is None for t in leaves_of(model) if isinstance(t, HostWeight)), "shards differ"
+    assert all(t.buffer.where is not Where.SHARED for t in leaves_of(model) if isinstance(t, HostWeight)), (
+        "shards differ"
+    )
     model, twin = stack(mesh["tensor"]), stack(mesh["tensor"])
     offload(model, min_bytes=4096, share=mesh["data"].get_group())
     shards = [t for t in leaves_of(model) if isinstance(t, HostWeight)]
-    assert len(shards) == 4 and all(t.buffer.shared is not None for t in shards)
+    assert len(shards) == 4 and all(t.buffer.where is Where.SHARED for t in shards)
     model.compile(backend="chunkflow", fullgraph=True, options=EAGER)
     steps(model, twin)
     assert streamed(model) > 0

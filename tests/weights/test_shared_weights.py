@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
 import os
@@ -25,7 +24,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.weights.backing import FileSlice
+from chunkflow_compile.weights.backing import Backing, Where
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import CheckpointReader
 from chunkflow_compile.weights.drive import Scratch
@@ -56,7 +55,7 @@ def memfds() -> int:
 
 
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, buffer in buffers(model).items() if buffer.shared is not None}
+    return {name for name, buffer in buffers(model).items() if buffer.where is Where.SHARED}
 
 
 def large(model: nn.Module) -> set[str]:
@@ -212,19 +211,19 @@ def test_a_cycle_reads_what_its_rank_has_written(on_ranks: Callable[..., None], 
 
 def slow_leader(patch: pytest.MonkeyPatch) -> None:
     """The leader writes late, and each rank looks at once at what it gets."""
-    write, kept = Scratch.write, SharedPages.kept
+    write, backing = Scratch.write, SharedPages.backing
 
     def late(self: Scratch, *args: Any) -> None:
         time.sleep(0.02)
         write(self, *args)
 
-    def there(self: SharedPages, name: str) -> FileSlice:
-        found = kept(self, name)
-        assert found.bytes is not None and torch.equal(found.bytes.read_all(), flat_bytes(found.host))
-        return found
+    def there(self: SharedPages, name: str) -> Backing:
+        placed = backing(self, name)
+        assert placed.bytes is None or torch.equal(placed.bytes.read_all(), flat_bytes(placed.host))
+        return placed
 
     patch.setattr(Scratch, "write", late)
-    patch.setattr(SharedPages, "kept", there)
+    patch.setattr(SharedPages, "backing", there)
 
 
 def differs(rank: int, file: str, where: str) -> None:
@@ -255,21 +254,6 @@ def differs(rank: int, file: str, where: str) -> None:
 @pytest.mark.parametrize("where", PLACES)
 def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None], saved: str, where: str) -> None:
     on_ranks(differs, saved, where)
-
-
-def sealed(rank: int) -> None:
-    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
-    offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = buffers(model)["0.weight"].shared._descriptor.number  # type: ignore[union-attr]
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
-    for size in (0, 1 << 20):
-        with pytest.raises(PermissionError):
-            os.ftruncate(number, size)
-
-
-def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> None:
-    on_ranks(sealed)
 
 
 def other_models(rank: int) -> None:
@@ -327,10 +311,10 @@ def beside_the_drive(rank: int, file: str, dtype: torch.dtype | None) -> None:
     assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(found)
     # buffers are shared too, and each begins at a page
     one, other = found[min(memory)], found[min(drive)]
-    assert one.shared is not None and other.scratch == (dtype is not None)
+    assert one.where is Where.SHARED and other.scratch == (dtype is not None)
     placed = [buffer for buffer in one.store.buffers if buffer.drive is None]
     assert sum(buffer.nbytes for buffer in placed) <= budget
-    held = os.fstat(one.shared._descriptor.number).st_size
+    held = os.fstat(one._backing._descriptor.number).st_size
     assert held == sum(whole_pages(buffer.nbytes) for buffer in placed) and memfds() == 1
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin)

@@ -288,9 +288,9 @@ def test_a_state_dict_that_is_kept_may_be_written_at_any_time(no_grad: None) -> 
     del states, state
     check_steps(run, twin, 2)
     (program,) = programs(model)
-    seen = program.steps
+    seen = program.call.steps
     check_steps(run, twin, 2)
-    assert programs(model) == (program,) and program.steps == seen + 2, "what is dropped is counted once"
+    assert programs(model) == (program,) and program.call.steps == seen + 2, "what is dropped is counted once"
 
 
 def test_running_statistics_are_written(no_grad: None) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import islice
 
-import networkx as nx
 import pytest
 import torch
-from helpers import Stack, cut_of, plan_of, ulysses_cut
+from helpers import Stack, cut_of, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +20,7 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, border, join, wr
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
-from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
+from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, room
 from chunkflow_compile.weights.drive import for_the_drive
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -130,57 +127,3 @@ def test_reads_begin_again_at_every_call() -> None:
         assert of.begin == call * len(of.repeated) // 2 and len(of.repeated) >= 4
         expected = islice(loop(), of.begin, of.begin + 2 * len(of.repeated))
         assert list(of.passes(2)) == [*of.first, *expected]
-
-
-@cache
-def ulysses_cycle(policy: str) -> Cycle:
-    """A model with collectives, all of whose weights are on the drive."""
-    cut = ulysses_cut(6)
-    names = {w.name: w.name for w in cut.problem.weights}
-    calls = [Call(cut, names, {}, frozenset(names))]
-    return write(calls, plan_of(join(calls), policy=policy))
-
-
-def waits_of(cycles: Sequence[Cycle], ahead: int = 0) -> nx.DiGraph:
-    """What waits for what on ranks that read together: each read and each collective is one for all of them.
-
-    ``ahead``: passes by which the reads that a rank takes are later ones than those of the rank before it.
-    """
-    found = nx.DiGraph()
-    for rank, of in enumerate(cycles):
-        order = HappensBefore((of,), CHECKED_STEPS)
-        plan, weights = of.plan, {w.name: w for w in of.plan.streamed}
-        found.add_edges_from(((rank, a), (rank, b)) for a, b in order.graph.edges)
-        seen = Counter[str]()
-        for i, op in enumerate(order.ops):
-            if op.kind == "collective":
-                (name,) = op.collectives
-                met = "collective", name, seen[name]
-                seen[name] += 1
-                found.add_edges_from(((rank, before), met) for before in order.graph.predecessors(i))
-                found.add_edges_from((met, (rank, after)) for after in order.graph.successors(i))
-        assert seen
-        chunks = iter([i for i, op in enumerate(order.ops) if op.kind == "chunk" and op.serves is not None])
-        of_rank = reads.reads_from(of, 0, border(of, 0), weights.keys())
-        unrolled = list(of_rank.passes(CHECKED_STEPS))
-        spans = [plan.span(weights[op.weight], op.first, op.end) for op in unrolled]
-        ring = Ring(ring_bytes([end - begin for begin, end in spans[-len(of_rank.repeated) :]]))
-        copied = list[tuple[int, int]]()
-        for number, (op, (begin, end)) in enumerate(zip(unrolled, spans, strict=True)):
-            read = "read", number + rank * ahead * len(of_rank.repeated)
-            copies = [(rank, next(chunks)) for _ in range(op.first, op.end)]
-            copied.append(copies[-1])
-            found.add_edges_from([(read, copies[0]), (("read", read[1] - 1), read)])
-            found.add_edges_from((copied[before], read) for before in range(ring.slot(end - begin).after))
-    return found
-
-
-@pytest.mark.parametrize("policy", ["chunkflow", "layerwise"])
-def test_ranks_that_read_together_never_wait_in_a_circle(policy: str) -> None:
-    """They wait for each other in collectives, and for room in the ring.  They would wait in a circle if they met in calls of
-    other numbers: so they tell their calls (``runtime/leader.py``)."""
-    of = ulysses_cycle(policy)
-    graph = waits_of([of] * 3)
-    assert nx.is_directed_acyclic_graph(graph)
-    assert sum(str(node[0]) == "read" for node in graph) > 2 * len({w.name for w in of.plan.streamed})
-    assert not nx.is_directed_acyclic_graph(waits_of([of, of], ahead=1))

@@ -1,7 +1,7 @@
-"""A runner is a compiled program, which runs on the weights of any model of its class.
+"""Compiled graphs: what Dynamo calls.
 
-Dynamo shares a compiled graph between models of one class, so a runner may be called with the parameters of several
-models.  It keeps a weak reference to a session for each; the session belongs to its model's placement and ends with it.
+Dynamo shares a compiled graph between models of one class, so it may be called with the parameters of several models.  It
+keeps a weak reference to a program for each, which belongs to its model's placement and ends with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +26,20 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 from .arena import Arena
 from .codes import Codes, CurrentCode, Sizes
+from .device import check_kind, refuse_capture
 from .instructions import tuple_getter
-from .locks import ProcessLock
-from .session import Session, aside
+from .locks import ProcessLock, aside
+from .order import Order, Solo
+from .sequence import Call
 
 _log = logging.getLogger(__name__)
-
 
 # The ids of the first and the last weight, because blocks may share one of them, and the sizes of the call.
 _Key = tuple[int, int, Sizes]
 
 # Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the
-# host store, calls ``start`` with the model's arena, and attaches the session that it returns to the model's placement.
-Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], Session]], Session]
+# host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
+Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], Solo]], Solo]
 
 # Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
 Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
@@ -67,7 +69,7 @@ class HostConstants:
         return known[1]
 
 
-class Runner:
+class CompiledGraph:
     """The callable for AOTAutograd: it gets the inputs of the traced graph as one list, which it may empty."""
 
     _boxed_call = True
@@ -81,11 +83,11 @@ class Runner:
         self._place = place
         self._changed = changed
         self._arena = arena
-        self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
+        self._programs: weakref.WeakValueDictionary[_Key, Solo] = weakref.WeakValueDictionary()
         # by the id of the model's first weight, with its memory: once that is gone, the id may be another's
         self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
         self._lock = ProcessLock()
-        weakref.finalize(self, _close_all, self._sessions).atexit = False
+        weakref.finalize(self, _drop_all, self._programs).atexit = False
         program = codes.first.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
@@ -113,40 +115,40 @@ class Runner:
                 self._plan(inputs, dict(zip(self._position, weights, strict=True)))
                 continue
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
-            session = self._sessions.get(key)
-            if session is not None:
-                session.notice(again=noticed)
-                with session.arena.lock():
-                    if session.fits(weights):
-                        return session.run(inputs)
+            program = self._programs.get(key)
+            if program is not None:
+                program.call.notice(again=noticed)
+                with program.arena.lock():
+                    if not program.closed and program.call.fits(weights):
+                        return Order.of(program.arena).run(program, inputs)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                if (
-                    self._sessions.get(key) is session and sizes in self.codes
-                ):  # no other thread has replaced it meanwhile
-                    self._renew(key, session, parameters)
+                # no other thread has replaced it meanwhile
+                if self._programs.get(key) is program and sizes in self.codes:
+                    self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
         with self._lock():
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
                 self.codes.plan(inputs, self._changed(parameters))
-                self._current = {key: found for key, found in self._current.items() if key[1] in self.codes}
-                for key, session in [*self._sessions.items()]:
+                self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
+                for key, program in [*self._programs.items()]:
                     if key[2] not in self.codes:
-                        session.close()
-                        del self._sessions[key]
+                        program.arena.drop(program)
+                        del self._programs[key]
 
-    def _renew(self, key: _Key, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
+    def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
         current = self._current_code(parameters, key[2])
         if stale is not None:
-            stale.close()
-        wanted = current.code.program.offloaded
+            stale.arena.drop(stale)
         try:
             with dynamo_timed("chunkflow.bind"):
                 fresh = self._place(
-                    parameters, wanted, lambda arena: Session(current, self._arena or arena, parameters)
+                    parameters,
+                    current.code.program.offloaded,
+                    lambda arena: _started(Call(current, parameters), self._arena or arena),
                 )
         except BaseException as error:
             if stale is None or current.code is stale.code:
@@ -158,7 +160,7 @@ class Runner:
             return
         if stale is not None and stale.plan == fresh.plan:
             fresh.adopt(stale)
-        self._sessions[key] = fresh
+        self._programs[key] = fresh
 
     def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
         """The current code of a model at sizes, created if there is none.
@@ -175,6 +177,31 @@ class Runner:
         return self._current[key][1]
 
 
+def _started(call: Call, arena: Arena) -> Solo:
+    """A program that is bound to the memory of an arena.
+
+    Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it.
+    """
+    code = call.code
+    check_kind(arena.device, code.kind, code.program.plan.policy)
+    refuse_capture(arena.device)
+    program = Solo(call, arena)
+    with arena.lock():
+        if code.verified:
+            arena.prove(call.program)
+        arena.add(program, code.kind)
+        try:
+            call.key = Order.of(arena).key(call)
+            if not (call.part and call.key):  # else its cycle is planned again
+                program.replan_after = code.replan_after
+            program.executor_of(call, 0)
+        except BaseException:
+            arena.drop(program)
+            raise
+    call.counts.programs += 1
+    return program
+
+
 def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
     """The outputs of an ATen graph, as fake tensors of ``mode``, whatever tensors the inputs are."""
 
@@ -188,7 +215,7 @@ def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _close_all(sessions: weakref.WeakValueDictionary[_Key, Session]) -> None:
-    """Close sessions whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
-    for session in list(sessions.values()):
-        aside(session.close)
+def _drop_all(programs: weakref.WeakValueDictionary[_Key, Solo]) -> None:
+    """End programs whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
+    for program in list(programs.values()):
+        aside(partial(program.arena.drop, program))

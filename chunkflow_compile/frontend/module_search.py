@@ -1,0 +1,156 @@
+"""The modules that hold some weights, found by identity from the weights alone.
+
+A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for once per
+compilation: among those that Dynamo read the parameters from, the objects that Python's garbage collector tracks, and, after
+``gc.freeze()``, which hides objects from it, what the callers hold.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import cast
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from chunkflow_compile.model.index import ModelIndex
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
+
+
+def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
+    """The index of the module that holds all of ``parameters`` that any module holds; if none does, of the one that holds
+    those of at least ``min_bytes``.
+
+    ``near``: modules that are known to be around some of them.
+    Raises ChunkflowError if modules hold them, but no single one holds all of that size.
+    """
+    root, maybe_block = _holder(parameters, near, min_bytes) if parameters else (None, False)
+    return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, maybe_block)
+
+
+def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.Module]:
+    """The outermost lists of blocks that hold any of ``weights``."""
+    wanted = {id(w) for w in weights}
+    lists, inner = list[nn.Module](), set[int]()
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList) and id(module) not in inner:
+            inner.update(id(m) for m in module.modules())
+            if wanted & held_by([module]):
+                lists.append(module)
+    return lists
+
+
+def _held(module: nn.Module) -> Iterator[int]:
+    """The ids of the tensors with bytes that a module holds directly."""
+    for kind in ("_parameters", "_buffers"):
+        for tensor in module.__dict__.get(kind, {}).values():
+            for whole in (tensor, *(t for _, t in quant_state_tensors(tensor))) if tensor is not None else ():
+                for _, leaf in leaves(whole):
+                    yield id(leaf)
+
+
+def held_by(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the tensors with bytes that modules hold, directly or below."""
+    return {held for module in _with_those_below(modules) for held in _held(module)}
+
+
+def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    known, todo = dict[int, nn.Module](), [*modules][::-1]
+    while todo:
+        if id(module := todo.pop()) not in known:
+            known[id(module)] = module
+            todo += _children(module)
+    return [*known.values()]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """The modules directly below; get: another thread may be constructing it."""
+    return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
+
+
+# What is around code everywhere, and holds half of the process.
+_ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
+# From a variable to an element of a list in an attribute of an attribute: an object and its __dict__, twice, and the list.
+# Each step takes longer: five take 0.7 s in a compilation of 20 s.
+_STEPS = 5
+
+
+def _of_callers(frame: FrameType | None) -> list[object]:
+    """What a frame and its callers hold in variables, and in attributes and lists near these."""
+    spaces, near = dict[int, dict[str, object]](), list[object]()
+    while frame is not None:
+        near += [*frame.f_locals.values()]
+        spaces[id(frame.f_globals)] = frame.f_globals
+        frame = frame.f_back
+    near += [value for space in spaces.values() for value in [*space.values()]]
+    known = dict[int, object]()
+    for step in range(_STEPS + 1):
+        near = [o for o in (gc.get_referents(*near) if step else near) if not issubclass(type(o), _ENDS)]
+        near = [*{id(o): o for o in near if id(o) not in known}.values()]
+        known.update((id(o), o) for o in near)
+    return [*known.values()]
+
+
+def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
+    """type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code."""
+    return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
+
+
+def _holder(
+    parameters: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
+) -> tuple[nn.Module | None, bool]:
+    """The module around ``parameters``, and whether one around it may be hidden."""
+    asked = {id(p) for p in parameters}
+    tracked = _modules_among(gc.get_objects())
+    hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
+    if hidden:
+        tracked += _modules_among(_of_callers(sys._getframe(1)))
+    modules = _with_those_below([*near, *tracked])
+    held = {id(m): ids for m in modules if (ids := asked.intersection(_held(m)))}
+    wanted = set[int]().union(*held.values())
+    compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
+    compiled |= {id(m) for m in modules if m.__dict__.get("_compiled_call_impl") is not None}
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        if not isinstance(module, OptimizedModule):
+            for child in _children(module):
+                parents.setdefault(id(child), []).append(module)
+    todo = [m for m in modules if id(m) in held]
+    candidates: dict[int, nn.Module] = {}
+    while todo:
+        module = todo.pop()
+        if id(module) not in candidates:
+            candidates[id(module)] = module
+            todo.extend(parents.get(id(module), ()))
+    around = [module for module in candidates.values() if wanted <= held_by([module])]
+    if not around:  # layers outside the model, such as those of an adapter
+        wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
+        around = [module for module in candidates.values() if wanted <= held_by([module])]
+    if candidates and not around:
+        raise ChunkflowError(
+            "The graph's parameters belong to several models, so they have no common names: call "
+            "chunkflow_compile.offload on each of them before compiling. Layers outside a model may be in one "
+            "torch.nn.ModuleList; those whose weights are all smaller than min_bytes need no call."
+        )
+    if not around:
+        return None, hidden
+
+    def rank(module: nn.Module) -> tuple[bool, bool, int]:
+        return id(module) not in compiled, isinstance(module, nn.ModuleList), len([*module.modules()])
+
+    root = _model_around(min(around, key=rank), parents)
+    return root, hidden and id(root) not in parents
+
+
+def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
+    """The outermost module around a block, so that blocks that are compiled one by one have one placement."""
+    found, seen = module, set[int]()
+    while (around := parents.get(id(found), ())) and len(around) == 1 and id(found) not in seen:
+        seen.add(id(found))
+        found = around[0]
+    return found if any(isinstance(m, nn.ModuleList) for m in parents.get(id(module), ())) else module

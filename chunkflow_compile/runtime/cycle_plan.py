@@ -1,0 +1,133 @@
+"""Cycles of calls: when calls repeat, and their plan, from the rates of the hardware profile or from measured times."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from pathlib import Path
+
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.pipeline import Settings, make_cycle
+from chunkflow_compile.passes.program.cycle import Call as CycleCall
+from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.progress import planning
+
+from .arena import Arena
+from .codes import bare
+from .sequence import Call, CallKey, Sequence
+
+# Calls of the longest cycle: 128 blocks of two models, twice a step.
+MOST_CALLS = 512
+# Earlier calls of the same weights at which a period may begin; a step cache calls a block in several patterns.
+_TRIES = 4
+
+
+def repeated(history: Items[CallKey]) -> Iterator[tuple[CallKey, ...]]:
+    """The calls from each of the newest earlier calls of the last key up to it, if the same calls came before them."""
+    end = len(history) - 1
+    earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
+    for begin in itertools.islice(earlier, _TRIES):
+        length, keys = end - begin, history[begin:end]
+        once = _once(tuple(keys))
+        if len(once) < length or (begin >= length and history[begin - length : begin] == keys):
+            yield once
+
+
+def _once(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
+    """The shortest cycle that these calls are repetitions of."""
+    length = len(keys)
+    return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
+
+
+def turned(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
+    """Whether two cycles are the same, wherever they begin."""
+    if len(keys) != len(others):
+        return False
+    return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
+
+
+def serves(cycle: Sequence, settings: Settings) -> bool:
+    """Whether the plan of a cycle is the best for these settings of a call too.
+
+    It is if they differ only in the budget, and it fits one that is no larger than its own.
+    """
+    planned, memory = cycle.settings, settings.memory
+    if replace(bare(planned), memory=None) != replace(bare(settings), memory=None):
+        return False
+    if memory is None or planned.memory is None:
+        return memory is planned.memory
+    return cycle.plan.device_bytes + planned.outside <= memory <= planned.memory
+
+
+def planned(
+    arena: Arena,
+    keys: tuple[CallKey, ...],
+    calls: Items[CycleCall],
+    buffers: Mapping[str, HostBuffer],
+    settings: Settings,
+    timings: Timings | None = None,
+) -> Sequence:
+    """A cycle that is planned now.  Raises ChunkflowError if there is no plan."""
+    with planning(f"{len(keys)} calls that repeat"):
+        cycle = make_cycle(calls, replace(settings, timings=timings))
+        return Sequence(arena, calls, buffers, settings, cycle, keys=keys)
+
+
+def calls_of(calls: Items[Call]) -> tuple[list[CycleCall], dict[str, HostBuffer]]:
+    """The calls of a cycle, and the buffers of its weights by their names in it.
+
+    A weight that two calls read is two weights of the cycle: it is fetched for each.
+    """
+    placed = list[CycleCall]()
+    buffers: dict[str, HostBuffer] = {}
+    taken = set[str]()
+    for call in calls:
+        names: dict[str, str] = {}
+        for name, wanted in call.names().items():
+            numbered = (f"{wanted} ({i})" for i in itertools.count(2))
+            names[name] = next(n for n in itertools.chain([wanted], numbered) if n not in taken)
+            taken.add(names[name])
+            if name in call.buffers:
+                buffers[names[name]] = call.buffers[name]
+        placed.append(call.in_cycle(names))
+    return placed, buffers
+
+
+def common(calls: Items[Call]) -> Settings | None:
+    """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
+    shared = [replace(bare(call.code.settings), memory=None) for call in calls]
+    if any(settings != shared[0] for settings in shared):
+        return None
+    memory = max((m for call in calls if (m := call.code.settings.memory) is not None), default=None)
+    return replace(shared[0], memory=memory, outside=_outside(calls))
+
+
+def _outside(calls: Items[Call]) -> int:
+    """Bytes on the device of the weights of these models that none of the calls reads."""
+    left: dict[int, int] = {}
+    for call in {id(c.key): c for c in calls}.values():
+        left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
+    return sum(max(0, nbytes) for nbytes in left.values())
+
+
+def dump(cycle: Sequence, calls: Items[Call]) -> None:
+    """Write the plan and the programs of a cycle into a folder, next to that of one of its calls, if there is one."""
+    beside = next((call.code.folder for call in calls if call.code.folder is not None), None)
+    if beside is not None:
+        with contextlib.suppress(OSError):  # a full disk is no error
+            cycle.folder = _written(cycle, beside)
+
+
+def _written(cycle: Sequence, beside: Path) -> Path:
+    plan, rank = cycle.cycle.plan, beside.name.partition("_")[0]
+    folder = beside.parent / f"{rank}_cycle_of_{len(cycle.keys)}_{plan.digest}"
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json())
+    calls = (
+        f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(cycle.cycle.calls)
+    )
+    (folder / "calls.txt").write_text("\n\n".join(calls))
+    return folder

@@ -1,0 +1,396 @@
+"""Calls, and the sequences that they run in.
+
+A *call* says what a compiled graph reads, and which code runs.  A *sequence* is calls that repeat in one order under one
+plan, bound to the memory of an arena; a program by itself is a sequence of one call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import partial
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals, arrivals_at
+from chunkflow_compile.passes.program.cycle import Call as CycleCall
+from chunkflow_compile.passes.program.cycle import Cycle, block_of, rewritten
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.verify import verify_call
+from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_weight import HostWeight, state_of
+from chunkflow_compile.weights.source import DriveBytes, Source
+
+from .arena import Arena, Binding
+from .codes import CurrentCode
+from .executor import Executor
+from .instructions import tuple_getter
+from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
+
+# Why a weight stays that other calls of the same code stream.
+_NOT_OFFLOADED = "on the device: not offloaded"
+
+
+class CallKey:
+    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
+
+    ``settings``: of the newest program with this key.
+    """
+
+    def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
+        self.settings = settings
+        self._buffers = [weakref.ref(buffer) for buffer in buffers]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the weights still exist."""
+        return all(ref() is not None for ref in self._buffers)
+
+
+class Call:
+    """The calls of a compiled graph, at one size, on the weights of one model: what they run, and what they read.
+
+    ``code``: that they run; ``current``: that the next one runs.  ``key``: what they read, None if they are never calls of a
+    cycle.  ``buffers``: of the offloaded weights; ``versions``: of their values, in this order.  ``in_place``: the other
+    weights, which have ``kept_bytes``.  ``model``: whose weights they are.  ``counts``: of this model.  ``steps``: so far;
+    ``measured``: the newest ones.
+    """
+
+    key: CallKey | None = None
+
+    def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.current = current
+        self.code = current.code
+        self.program = program = current.code.program
+        self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
+        self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
+        self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
+        # not the root module: it may be gone, and its id another's
+        self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
+        self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
+        self.steps = 0
+        self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
+        self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
+        self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
+        self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
+        self._states = [state_of(parameters[name]) for name in self.buffers]
+        self.versions = _versions(self._states)
+        order = list(parameters)
+        self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
+        self._others = tuple_getter([order.index(name) for name in self.in_place])
+        self._kinds = [type(p) for p in self.in_place.values()]
+
+    @property
+    def part(self) -> bool:
+        """Whether the program is a part of a model, and so runs in turns with others."""
+        return self.code.settings.part
+
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
+        gone = any(buffer.life is None for buffer in self.buffers.values())
+        return gone or any(buffer_of(p) is not None for p in self.in_place.values())
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
+
+        A program without such weights is not known to be one of a model's, and needs no budget.
+        """
+        if not self.buffers:
+            return self.model, 0
+        settings = self.current.code.settings
+        if settings.memory is None:
+            return self.model, None
+        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+
+    def notice(self, again: bool = False) -> None:
+        """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
+
+        ``again``: whether this call has noticed before, and what is in use would be noticed again.
+        """
+        for fill in self._fills:
+            fill()
+        for store in () if again else self._stores:
+            if store.exported:
+                store.mark_exported_dirty()
+
+    def fits(self, weights: Items[nn.Parameter]) -> bool:
+        """Whether the program can run on its weights as they are now; if not, a new one is needed.
+
+        ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
+        """
+        if self.current.code is not self.code:
+            return False
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
+                states = list(map(state_of, self._offloaded(weights)))
+            if states != self._states:
+                # other numbers: it was written, so copies of it on the device are out of date
+                if any(new[0] is not old[0] for new, old in zip(states, self._states, strict=True)):
+                    return False  # it was exchanged, restored, replaced, or given other memory
+                self._states, self.versions = states, _versions(states)
+        except AttributeError:  # it is an ordinary tensor now, or in no store
+            return False
+        others = self._others(weights)
+        if not all(map(is_, others, self.in_place.values())):
+            return False
+        # one that has become offloaded is the same object of another class
+        return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
+
+    def repeats(self, other: Call) -> bool:
+        """Whether it is the same program on the same weights."""
+        same = self.buffers.keys() == other.buffers.keys()
+        same = same and all(buffer is other.buffers[name] for name, buffer in self.buffers.items())
+        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
+
+    def names(self) -> dict[str, str]:
+        """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
+        found = {name: buffer.name for name, buffer in self.buffers.items()}
+        blocks = {block_of(old): block_of(new) for old, new in found.items()}
+        for weight in self.program.problem.weights:
+            block = block_of(weight.name)
+            found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+        return found
+
+    def in_cycle(self, names: Mapping[str, str]) -> CycleCall:
+        """It as a call of a cycle.  ``names``: of its weights there."""
+        keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
+        drive = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.drive is not None)
+        return CycleCall(self.code.cut, names, keep, drive)
+
+    def let_go(self) -> None:
+        """Hold no weights any more: the program has ended."""
+        self.buffers, self.in_place = {}, {}
+        self._states, self._bare, self._stores, self._fills = [], [], [], []
+
+
+def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+    """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
+    return tuple(sum(counts) for _, _, *counts in states)
+
+
+class Sequence:
+    """Calls in one order, under one plan, in an arena.
+
+    ``calls``: as the plan has them.  ``settings``: that it was planned with, but for measured times.  ``replan_after``: the
+    number of warm passes after which to plan again from their times, see :meth:`Passes.due`; 0 for never.  ``folder``: where
+    measurements are written, None for nowhere.  ``keys``: of the calls, none of a program by itself.  ``position``: the call
+    that is expected next.  ``jumps``: the calls off the cycle so far, at which it was entered anew.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        calls: Items[CycleCall],
+        buffers: Mapping[str, HostBuffer],
+        settings: Settings,
+        cycle: Cycle,
+        *,
+        keys: tuple[CallKey, ...] = (),
+        advice: Callable[[], str] = str,
+    ) -> None:
+        """``buffers``: of the weights, by their names in the cycle.  ``advice``: returns a sentence on what would fit if the
+        arena does not."""
+        self.arena = arena
+        self.calls = calls
+        self.settings = settings
+        self.cycle = cycle
+        self.keys = keys
+        self.position = 0
+        self.jumps = 0
+        self.replan_after = 0
+        self.folder: Path | None = None
+        self._advice = advice
+        self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
+        self._names = [{id(buffers[n]): n for n in call.names.values() if n in buffers} for call in calls]
+        # of each call, the versions of its weights that it ran on
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
+        self.times = Passes(cycle)
+        self._begun = 0  # passes
+        self._in_order = 0  # calls since a pass began, without a jump
+        self._marks = arrivals(cycle)
+        self._binding: Binding | None = None
+        self._executors: list[weakref.WeakKeyDictionary[Call, Executor]] = [weakref.WeakKeyDictionary() for _ in calls]
+        # regions, and their keys
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
+
+    @property
+    def plan(self) -> Plan:
+        return self.cycle.plan
+
+    @property
+    def alive(self) -> bool:
+        """Whether all weights still exist where they were."""
+        return all((buffer := ref()) is not None and buffer.life is not None for ref in self._refs.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is bound to the memory, or can be."""
+        return self._binding is not None or self.alive
+
+    @property
+    def buffers(self) -> dict[str, HostBuffer]:
+        """Those of the weights that still exist, by their names in the cycle."""
+        return {name: buffer for name, ref in self._refs.items() if (buffer := ref()) is not None}
+
+    @property
+    def passes(self) -> list[tuple[StepMeasurement, ...]]:
+        """The newest passes, oldest first, each as the measurements of its calls; waits for those in flight."""
+        self._collect()
+        return list(self.times.whole)
+
+    @property
+    def measurements(self) -> tuple[StepMeasurement, ...]:
+        """The same, each as one step."""
+        return tuple(map(as_one, self.passes))
+
+    def timings_due(self) -> Timings | None:
+        """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due."""
+        if self._in_order != len(self.calls):
+            return None
+        self._in_order = 0
+        return self.times.due(self.replan_after, self.arena.streams)
+
+    def _collect(self, wait: bool = True) -> None:
+        if self._binding is not None:
+            self.arena.streams.collect(wait)
+
+    def begin(self, call: Call, number: int) -> Executor:
+        """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
+        found = self.executor_of(call, number)
+        found.wanted = self.replan_after > 0
+        self.position = (number + 1) % len(self.calls)
+        self._in_order = number + 1 if number in (0, self._in_order) else 0
+        if number == 0:
+            # after passes 1, 2, 4, 8, ...: a run may be killed
+            if self.folder is not None and self._begun and not self._begun & (self._begun - 1):
+                self._collect(wait=False)
+                self.times.save(self.folder)
+            self._begun += 1
+        return found
+
+    def executor_of(self, call: Call, number: int) -> Executor:
+        """The executor of a call in its place.  Raises ChunkflowError if the arena has no room.
+
+        It copies the weights of the call again that were written since they were copied.
+        """
+        seen = self._seen[number] == call.versions
+        if not seen:
+            self._renew([self._name(buffer, number) for buffer in call.buffers.values()])
+        found = self._executors[number].get(call)
+        if found is None:
+            found = self._executors[number][call] = self._make(call, number)
+        if not seen:
+            names = (self._name(buffer, number) for buffer in call.buffers.values())
+            found.rewritten |= dict(zip(names, call.versions, strict=True))
+            self._seen[number] = call.versions
+        return found
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory; the next call binds it again."""
+        if self.folder is not None:
+            self._collect()
+            self.times.save(self.folder)
+        for executors in self._executors:
+            for executor in list(executors.values()):
+                executor.vacate()
+            executors.clear()
+        if self._binding is not None and self.arena.holder is self._binding.state:
+            self.arena.holder = None  # the next call starts cold
+        self._binding = None
+
+    def _renew(self, names: Items[str]) -> None:
+        """Renew the copies outside the memory of those weights that were written since.
+
+        Gives up what is bound if the host memory of one has moved since then, or is no longer pinned.
+        """
+        if (binding := self._binding) is None:
+            return
+        if any(self._moved(name, binding.hosts[name]) for name in names if name in binding.hosts):
+            self.arena.release(self)
+            return
+        outside = {name: self._buffer(name) for name in binding.values.keys() - binding.hosts.keys()}
+        if all(outside[name].on_device is not None for name in names if name in outside):
+            return
+        kept = self.arena.keep(self, outside.values(), self._advice)
+        if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
+            self.arena.release(self)  # programs of another arena read the old copy
+
+    def _moved(self, name: str, bound: Source) -> bool:
+        """Whether the bytes of a weight are no longer where they were bound, or were pinned and are not.
+
+        A weight leaves the drive, and the memory that ranks share, when it is written.
+        """
+        buffer = self._buffer(name)
+        now = buffer.drive or flat_bytes(buffer.host)
+        if isinstance(now, DriveBytes) or isinstance(bound, DriveBytes):
+            return now is not bound
+        return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
+
+    def _make(self, call: Call, number: int) -> Executor:
+        cycle, marks, placed = self.cycle, self._marks, self.calls[number]
+        names = {name: self._name(buffer, number) for name, buffer in call.buffers.items()}
+        # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
+        # projections of queries and keys may
+        if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
+            placed = call.in_cycle(call.names() | names)
+            program, marks = self._program(call, number, placed)
+            cycle = cycle.at(number, program)
+        binding = replace(self._bound(call), marks=marks)
+        file = partial(self.times.add, number, call.measured, call.counts)
+        return Executor(cycle.calls[number], call.code.regions, binding, call.code.poison, cycle, file, self._versions)
+
+    def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
+        """The program of a call of another graph or for other sizes, and the marks of its transfers."""
+        names = [placed.names[w.name] for w in placed.cut.problem.weights]
+        known = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
+        known += [(e.program, e.marks, other.code.cut) for other, e in [*self._executors[number].items()]]
+        for program, marks, cut in known:
+            # the graph at other sizes: the same ops on the same weights
+            if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
+                return replace(program, problem=placed.problem()), marks
+        program = rewritten(self.cycle, number, placed, share="sharing" not in call.code.settings.disabled)
+        marks = arrivals_at(self.cycle, self._marks, number, program)
+        if call.code.verified:
+            verify_call(self.cycle, number, program, self._marks, marks, self._proved)
+        return program, marks
+
+    def _name(self, buffer: HostBuffer, number: int) -> str:
+        """The name in the cycle of a weight of a call."""
+        return self._names[number][id(buffer)]
+
+    def _bound(self, call: Call) -> Binding:
+        """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
+        if self.keys:  # by themselves, its programs keep other weights on the device
+            self.arena.displace((self if self._binding is None else call).buffers.values())
+        if self._binding is None:
+            buffers = {name: self._buffer(name) for name in self._refs}
+            pin_bytes = call.code.pin_bytes
+            self._binding = self.arena.bind(
+                self, self.cycle, buffers, self._marks, pin_bytes=pin_bytes, advice=self._advice
+            )
+        return self._binding
+
+    def _versions(self) -> dict[str, int]:
+        """Of the values of all its weights now."""
+        return {name: self._buffer(name).version for name in self._refs}
+
+    def _buffer(self, name: str) -> HostBuffer:
+        buffer = self._refs[name]()
+        assert buffer is not None, "its weights exist"
+        return buffer

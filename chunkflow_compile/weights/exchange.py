@@ -1,0 +1,44 @@
+"""Tensors that change places: what refers to a parameter goes on to do so when its values go to the host, and back."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from functools import partial
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+# Attributes of a HostWeight that come with its values; all others are a user's, and stay with the tensor.
+STATE = {"host", "buffer", "kind", "_is_param"}
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
+
+    As torch.utils.swap_tensors, which refuses a tensor with weak references, such as a user's.  The attributes that users
+    have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
+    """
+    own = {name: value for name, value in tensor.__dict__.items() if name not in STATE}
+    theirs = {**own, **other.__dict__}
+    mine, kinds = dict(tensor.__dict__), (type(tensor), type(other))
+    steps = (
+        partial(torch._C._swap_tensor_impl, tensor, other),
+        partial(setattr, tensor, "__class__", kinds[1]),
+        partial(setattr, other, "__class__", kinds[0]),
+        partial(setattr, tensor, "__dict__", theirs),
+        partial(setattr, other, "__dict__", mine),
+    )
+    try:
+        try:
+            deque(map(partial.__call__, steps), maxlen=0)
+        except RuntimeError:  # from the first step, which changes nothing then; what refers to it may be garbage
+            gc.collect()
+            deque(map(partial.__call__, steps), maxlen=0)
+    except RuntimeError as error:
+        raise ChunkflowError(
+            f"A weight of shape {list(tensor.shape)} cannot be moved, because something refers to it weakly ({error}), as a "
+            "profile with record_shapes, profile_memory or with_stack does that has recorded an op on it. Delete the profile "
+            "first, and place and restore the model outside of one."
+        ) from error
