@@ -98,7 +98,7 @@ class Arena:
     The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
     Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
     Each change from one program to another is a cold start, unless both have the same placement of the same weights, or the
-    order of the programs repeats: then they run as a cycle (cycles.py).
+    order of the programs repeats: then they run as a cycle (order.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
