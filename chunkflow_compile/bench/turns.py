@@ -189,7 +189,7 @@ class Turns:
         if self.job.pace is None:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
-        emulated = code.reemulated(hardware=self.hardware)
+        emulated = code.remade(hardware=self.hardware)
         self._newest.call.current.code = replace(emulated, kind=replace(code.kind, link=link))
         return link_error(link)
 

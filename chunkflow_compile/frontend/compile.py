@@ -141,7 +141,7 @@ def compile_by_kind(
         warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        _compile_module(model, options, dynamic, {})
+        _compile_module(model, options, dynamic)
         placement.progress = CompileProgress(name, 1)
         _show_progress(model, placement.progress)
         return

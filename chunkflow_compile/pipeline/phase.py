@@ -93,7 +93,7 @@ class Phase:
 
     def steps(self) -> dict[Solo, int]:
         """How often each of its programs has run."""
-        return {program: program.call.steps for program in self.arena.programs}
+        return {s: s.call.steps for s in self.arena.programs if isinstance(s, Solo)}
 
     def ended(self, before: dict[Solo, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""

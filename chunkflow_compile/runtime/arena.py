@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch.fx import GraphModule
@@ -33,11 +33,24 @@ from .device_base import Device
 from .locks import ProcessLock, aside
 from .read_ahead import ReadAhead
 
-if TYPE_CHECKING:
-    from .order import Order, Solo
-    from .sequence import Sequence as Bound
-
 Make = Callable[[torch.device, DeviceKind], Device]
+
+
+class Bound(Protocol):
+    """A sequence, as its arena knows it.
+
+    ``program``: of one call by itself; None for a cycle.  ``budget``: its model, and most bytes of this model's offloaded
+    weights on the device; None for any.
+    """
+
+    @property
+    def program(self) -> Program | None: ...
+
+    @property
+    def budget(self) -> tuple[int, int | None]: ...
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
 
 class SlotState:
@@ -85,7 +98,7 @@ class Arena:
     The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
     Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
     Each change from one program to another is a cold start, unless both have the same placement of the same weights, or the
-    order of the programs repeats: then they run as a cycle (cycles.py).
+    order of the programs repeats: then they run as a cycle (order.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
@@ -102,13 +115,12 @@ class Arena:
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
-        self._programs: list[weakref.ref[Solo]] = []
+        self._programs: list[weakref.ref[Bound]] = []
         # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
-        self.order: Order | None = None  # in which the programs run
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     @property
@@ -195,7 +207,7 @@ class Arena:
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
         """Release the programs by themselves that keep any of these weights: a cycle has them in the memory."""
         for owner, kept in list(self._residents.items()):
-            if not owner.keys and any(buffer in kept for buffer in buffers):
+            if owner.program is not None and any(buffer in kept for buffer in buffers):
                 self.release(owner)
 
     def _evict_for(self, nbytes: int, beside: int) -> None:
@@ -205,7 +217,7 @@ class Arena:
         """
         budgets: dict[int, int | None] = {}
         for program in self.programs:
-            model, budget = program.call.budget
+            model, budget = program.budget
             known = budgets.get(model, 0)
             budgets[model] = None if budget is None or known is None else max(budget, known)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
@@ -229,8 +241,8 @@ class Arena:
         return self._reader
 
     @property
-    def programs(self) -> list[Solo]:
-        """Those that run in the memory, oldest first."""
+    def programs(self) -> list[Bound]:
+        """Those that run in the memory by themselves or in cycles, oldest first."""
         return [program for ref in self._programs if (program := ref()) is not None]
 
     def prove(self, program: Program) -> None:
@@ -239,14 +251,14 @@ class Arena:
         Raises FindingError if they are not safe in one arena.
         """
         mine = program.module
-        for other in [running.program for running in self.programs]:
+        for other in [found for running in self.programs if (found := running.program) is not None]:
             theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
                 verify_together(other, program)
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def add(self, program: Solo, kind: DeviceKind) -> None:
+    def add(self, program: Bound, kind: DeviceKind) -> None:
         """Let a program run here.  Raises ChunkflowError if the others use another ``kind`` of device."""
         with self.lock():
             self.refuse_inside()
@@ -258,10 +270,13 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            arena = weakref.ref(self)
-            lives = (buffer.life for buffer in program.call.buffers.values())
-            program.watched = [weakref.ref(life, partial(_weight_died, arena)) for life in lives if life is not None]
-            self._programs.append(weakref.ref(program, partial(_sweep, arena)))
+            self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
+
+    def remove(self, program: Bound) -> None:
+        """A program that holds nothing does not run here any more."""
+        with self.lock():
+            self._programs = [ref for ref in self._programs if ref() is not program]
+            self.sweep()
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
@@ -302,31 +317,6 @@ class Arena:
             self._streams.release()
         self._states.clear()
 
-    def drop(self, program: Solo) -> None:
-        """End a program: wait for its step and the copies in flight, and free what it holds.  Cycles move its weights too."""
-        with self.lock():
-            if program.closed:
-                return
-            try:
-                for bound in list(self._residents):
-                    if bound is program or bound.keys:
-                        self.release(bound)
-            finally:  # also after an interrupt: the memory must be released
-                program.end()
-                self._programs = [ref for ref in self._programs if ref() is not program]
-                self.sweep()
-
-    def drop_outlived(self) -> None:
-        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
-        self.outdated = False
-        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
-        for program in self.programs:
-            reads = program.call.reads
-            if reads not in outlived:
-                outlived[reads] = program.call.outlived
-            if outlived[reads]:
-                self.drop(program)
-
     def sweep(self) -> None:
         """Forget programs that were garbage-collected.  With the last one, the memory is freed and the streams are closed."""
         with self.lock():
@@ -336,7 +326,7 @@ class Arena:
             for bound in list(self._residents):
                 self.release(bound)
             streams, memory = self._streams, self._memory
-            self.order = self._streams = self._memory = self.holder = None
+            self._streams = self._memory = self.holder = None
             self._states.clear()  # a program that has ended may still hold one, with events of these streams
             streams.close()
             if self._reader is not None:
@@ -365,13 +355,6 @@ class Arena:
             "An arena is device memory of this process and cannot be copied or pickled: create another with "
             "chunkflow_compile.Arena(device)."
         )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
-    if (arena := ref()) is not None:
-        arena.outdated = True
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

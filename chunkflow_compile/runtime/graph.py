@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from .arena import Arena
 from .codes import Codes, CurrentCode, Sizes
 from .device import check_kind, refuse_capture
-from .instructions import tuple_getter
 from .locks import ProcessLock, aside
-from .order import Order, Solo
+from .order import Solo
 from .sequence import Call
+from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class CompiledGraph:
                 program.call.notice(again=noticed)
                 with program.arena.lock():
                     if not program.closed and program.call.fits(weights):
-                        return Order.of(program.arena).run(program, inputs)
+                        return program.order.run(program, inputs)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
@@ -136,13 +135,13 @@ class CompiledGraph:
                 self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
                 for key, program in [*self._programs.items()]:
                     if key[2] not in self.codes:
-                        program.arena.drop(program)
+                        program.close()
                         del self._programs[key]
 
     def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
         current = self._current_code(parameters, key[2])
         if stale is not None:
-            stale.arena.drop(stale)
+            stale.close()
         try:
             with dynamo_timed("chunkflow.bind"):
                 fresh = self._place(
@@ -185,18 +184,17 @@ def _started(call: Call, arena: Arena) -> Solo:
     code = call.code
     check_kind(arena.device, code.kind, code.program.plan.policy)
     refuse_capture(arena.device)
-    program = Solo(call, arena)
     with arena.lock():
         if code.verified:
             arena.prove(call.program)
-        arena.add(program, code.kind)
+        arena.add(program := Solo(call, arena), code.kind)
         try:
-            call.key = Order.of(arena).key(call)
+            call.key = program.order.key(call)
             if not (call.part and call.key):  # else its cycle is planned again
                 program.replan_after = code.replan_after
             program.executor_of(call, 0)
         except BaseException:
-            arena.drop(program)
+            program.close()
             raise
     call.counts.programs += 1
     return program
@@ -218,4 +216,4 @@ def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 def _drop_all(programs: weakref.WeakValueDictionary[_Key, Solo]) -> None:
     """End programs whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
     for program in list(programs.values()):
-        aside(partial(program.arena.drop, program))
+        aside(program.close)

@@ -37,8 +37,8 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 from .arena import Arena, Binding
 from .codes import CurrentCode
 from .executor import Executor
-from .instructions import tuple_getter
 from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
+from .wrapped_calls import tuple_getter
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
@@ -152,12 +152,6 @@ class Call:
         # one that has become offloaded is the same object of another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
 
-    def repeats(self, other: Call) -> bool:
-        """Whether it is the same program on the same weights."""
-        same = self.buffers.keys() == other.buffers.keys()
-        same = same and all(buffer is other.buffers[name] for name, buffer in self.buffers.items())
-        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
-
     def names(self) -> dict[str, str]:
         """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
         found = {name: buffer.name for name, buffer in self.buffers.items()}
@@ -228,6 +222,14 @@ class Sequence:
         self._executors: list[weakref.WeakKeyDictionary[Call, Executor]] = [weakref.WeakKeyDictionary() for _ in calls]
         # regions, and their keys
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
+
+    @property
+    def program(self) -> Program | None:
+        return None
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        return 0, 0
 
     @property
     def plan(self) -> Plan:
@@ -376,7 +378,7 @@ class Sequence:
 
     def _bound(self, call: Call) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
-        if self.keys:  # by themselves, its programs keep other weights on the device
+        if self.program is None:  # by themselves, its programs keep other weights on the device
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
