@@ -31,7 +31,6 @@ from chunkflow_compile import (
     remove,
     replan,
     restore,
-    save,
 )
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.releases import warn_if_untested
@@ -166,7 +165,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     ),
 ]
 
-OF_A_MODEL = (offload, restore, programs, cycles, replan, lambda model: save(model, "x"))
+OF_A_MODEL = (offload, restore, programs, cycles, replan)
 REFUSED += [(lambda _, f=f: f("x"), r"This str is no model: pass a torch.nn.Module") for f in OF_A_MODEL]  # type: ignore[misc]
 
 
