@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
-from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import elements, hook_registry, is_called
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more of these layers, a part has enough to fuse to be worth Inductor's time: embeddings of diffusers have up to seven.
+# With more of these layers, a part may have enough to fuse: embeddings of diffusers have up to seven.
 _MOST_LAYERS = 8
 
 
@@ -71,49 +69,11 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
     return dict(walk(root, ""))
 
 
-def layers_of(part: nn.Module, min_bytes: int, name: str = "") -> dict[str, nn.Module] | None:
-    """The layers of torch that have all large weights of a part of a model: name -> layer.
-
-    They run op by op: in one layer is nothing to fuse, and Inductor would take as long for it as for a block.
-    None if other code reads one of the weights, or if there are more than :data:`_MOST_LAYERS`.
-    """
-    layers = _layers(part, min_bytes, name)
-    return None if layers is None or len(layers) > _MOST_LAYERS else layers
-
-
-def _layers(part: nn.Module, min_bytes: int, name: str) -> dict[str, nn.Module] | None:
-    if not _large(part, min_bytes):
-        return {}
-    if hook_registry(part) is not None or "forward" in part.__dict__ or hasattr(type(part), "chunkflow_aside"):
-        return None
-    if _is_layer(part):
-        return {name: part}
-    own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-    of_torch = type(part).__module__.startswith("torch.nn.") and not isinstance(part, nn.Sequential)
-    if any(t.nbytes >= min_bytes for _, t in own) or (of_torch and is_called(part)):
-        return None
-    if is_called(part) and {"weight", "bias"} & set(names_read(type(part))):  # perhaps those of a layer
-        return None
-    layers = dict[str, nn.Module]()
-    for child, module in part.named_children():
-        inside = _layers(module, min_bytes, f"{name}.{child}".lstrip("."))
-        if inside is None:
-            return None
-        layers |= inside
-    return layers
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is one of :data:`_LAYERS` with plain weights, or a subclass that has the same forward."""
-    return (
-        any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _LAYERS)
-        and not module._modules
-        and not any(True for _ in module.buffers(recurse=False))
-        and all(
-            (p.kind if isinstance(p, HostWeight) else type(p)) in (nn.Parameter, torch.Tensor)
-            for p in module.parameters(recurse=False)
-        )
-    )
+def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
+    """Whether a part of a model is not worth Inductor's time: a few layers of torch have all its large weights."""
+    own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
+    large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
+    return len(large) <= _MOST_LAYERS and all(isinstance(m, _LAYERS) for m in large)
 
 
 def caching_hook(module: nn.Module) -> Any:
