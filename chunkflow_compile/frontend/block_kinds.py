@@ -1,7 +1,7 @@
 """Kinds of blocks: modules of one class and one structure, which are compiled once.
 
 The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  Dynamo's guards decide at run time
-whether two blocks share a compilation; what is found here tells how many to expect.
+whether two blocks share a compilation; the kinds here are how many to expect.
 
 A step cache of diffusers puts hooks around blocks, or around modules inside.  A hook has a state of its own in each block,
 which Dynamo would compile into it, again and again.  So hooks stay eager, and what they call is compiled.
@@ -42,19 +42,19 @@ class Kind:
 def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks: name -> module.  Of a list, those are the elements of a class that it has twice or more, with
     weights."""
-    found: dict[str, nn.Module] = {}
+    repeated: dict[str, nn.Module] = {}
     for prefix, blocks in _lists(root, ""):
         count = Counter(type(block) for block in blocks.values())
-        found |= {
+        repeated |= {
             f"{prefix}.{name}": block
             for name, block in blocks.items()
             if count[type(block)] > 1 and any(True for _ in leaves_of(block))
         }
-    return found
+    return repeated
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """The outermost modules with large weights beside the blocks, which have no block inside: name -> module."""
+    """The outermost modules with large weights outside the blocks, which have no block inside: name -> module."""
     inside = {id(block) for block in blocks}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -101,16 +101,16 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
     """What to compile of the blocks: each whole, or its parts if one inside has a caching hook: name -> module."""
-    found = dict[str, nn.Module]()
+    compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
         hooked = {n: m for n, m in block.named_modules() if n and caching_hook(m) is not None and not _hooks_inside(m)}
         if not hooked:
-            found[name] = block
+            compiled[name] = block
             continue
         inside = {n: m for n, m in hooked.items() if _large(m, min_bytes)}
         inside |= parts_of(block, hooked.values(), min_bytes)
-        found |= {f"{name}.{n}": m for n, m in inside.items()}
-    return found
+        compiled |= {f"{name}.{n}": m for n, m in inside.items()}
+    return compiled
 
 
 def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
@@ -124,9 +124,9 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
     """The outermost lists with modules of one class: name, and the elements by theirs.  A stage may hold such lists."""
     for name, child in module.named_children():
-        found = dict(elements(child))
-        if isinstance(child, nn.ModuleList) and len({type(m) for m in found.values()}) < len(found):
-            yield prefix + name, found
+        blocks = dict(elements(child))
+        if isinstance(child, nn.ModuleList) and len({type(m) for m in blocks.values()}) < len(blocks):
+            yield prefix + name, blocks
         else:
             yield from _lists(child, f"{prefix}{name}.")
 
@@ -145,12 +145,9 @@ def structure_of(module: nn.Module) -> object:
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The attributes with another value in each of the modules, or in most, that their code reads."""
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
-    plain = [dict(_attributes(m)) for m in modules]
-    return tuple(
-        name
-        for name in plain[0]
-        if name.rpartition(".")[2] in read and 2 * len({repr(found.get(name)) for found in plain}) > len(modules) > 2
-    )
+    attributes = [dict(_attributes(m)) for m in modules]
+    values = {name: {repr(of_one.get(name)) for of_one in attributes} for name in attributes[0]}
+    return tuple(n for n, v in values.items() if n.rpartition(".")[2] in read and 2 * len(v) > len(modules) > 2)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.frontend.block_kinds import (
     Kind,
     between_hooks,
@@ -240,7 +240,7 @@ def _show_progress(model: nn.Module, progress: CompileProgress) -> None:
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
     """The backend for a part of a model, however much of its weights a frame reads: hooks of its modules are guarded."""
     guard_hooks()
-    return lookup_backend("chunkflow")(graph, inputs, **given)
+    return chunkflow(graph, inputs, **given)
 
 
 _with_hooks.__name__ = "chunkflow"  # torch's errors have it
@@ -255,8 +255,8 @@ def _compile_module(
 ) -> None:
     """Compile a module in place, at its first call.  ``levels``: as in :func:`compile_by_kind`."""
     opened = levels and dynamic is None
-    known = inspect.signature(torch.compile).parameters
-    more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
+    limited = "recompile_limit" in inspect.signature(torch.compile).parameters
+    more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if limited else {}
     more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}}
     more["dynamic"] = False if opened else dynamic
     if (hook := caching_hook(module)) is not None:
