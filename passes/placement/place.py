@@ -136,7 +136,7 @@ def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Pla
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     smallest = planner.smallest(target)
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
-    return builder.candidate(min(smallest, planner.everything(), key=builder.slots))
+    return builder.candidate(min(smallest, planner.everything, key=builder.slots))
 
 
 def _taken_over(
@@ -177,7 +177,7 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
 
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    fitting = [c for c in (_barely(planner, builder, memory), planner.everything()) if builder.slots(c) <= memory]
+    fitting = [c for c in (_barely(planner, builder, memory), planner.everything) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while fastest is not None:
@@ -218,7 +218,7 @@ class Builder:
     def least(self) -> tuple[Candidate, int]:
         """The placement in which each copy starts in its first reader's window, and the least bytes of any plan."""
         barely = self.planner.play([c.first for c in self.planner.chunks])
-        return barely, min(self.slots(barely), self.problem.total_bytes + self.planner.outside)
+        return barely, min(map(self.slots, (barely, self.planner.everything)))
 
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], like: Plan | None = None) -> Plan:
         """``like``: a plan with the same windows, whose slots are taken over."""
