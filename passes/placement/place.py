@@ -93,12 +93,9 @@ def check_goal(policy: Policy, memory: object, slowdown: float | None, yields: Y
         raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
     if slowdown is not None and not slowdown >= 1:
         raise ChunkflowError(f"Option slowdown={slowdown} is below 1: no plan beats all weights on the device.")
-    for name, ignored in (
-        (f"slowdown={slowdown}", slowdown is not None),
-        (f"yield={yields}", yields != "auto"),
-    ):
-        if ignored and policy != "chunkflow":
-            raise ChunkflowError(f"Policy {policy} has one plan only: {name} would change nothing; leave it out.")
+    ignored = f"slowdown={slowdown}" if slowdown is not None else f"yield={yields}" if yields != "auto" else ""
+    if ignored and policy != "chunkflow":
+        raise ChunkflowError(f"Policy {policy} has one plan only: {ignored} would change nothing; leave it out.")
 
 
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:
