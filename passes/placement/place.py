@@ -93,12 +93,9 @@ def check_goal(policy: Policy, memory: object, slowdown: float | None, yields: Y
         raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
     if slowdown is not None and not slowdown >= 1:
         raise ChunkflowError(f"Option slowdown={slowdown} is below 1: no plan beats all weights on the device.")
-    for name, ignored in (
-        (f"slowdown={slowdown}", slowdown is not None),
-        (f"yield={yields}", yields != "auto"),
-    ):
-        if ignored and policy != "chunkflow":
-            raise ChunkflowError(f"Policy {policy} has one plan only: {name} would change nothing; leave it out.")
+    ignored = f"slowdown={slowdown}" if slowdown is not None else f"yield={yields}" if yields != "auto" else ""
+    if ignored and policy != "chunkflow":
+        raise ChunkflowError(f"Policy {policy} has one plan only: {ignored} would change nothing; leave it out.")
 
 
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:
@@ -136,7 +133,7 @@ def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Pla
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     smallest = planner.smallest(target)
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
-    return builder.candidate(min(smallest, planner.everything(), key=builder.slots))
+    return builder.candidate(min(smallest, planner.everything, key=builder.slots))
 
 
 def _taken_over(
@@ -177,7 +174,7 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
 
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    fitting = [c for c in (_barely(planner, builder, memory), planner.everything()) if builder.slots(c) <= memory]
+    fitting = [c for c in (_barely(planner, builder, memory), planner.everything) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while fastest is not None:
@@ -218,7 +215,7 @@ class Builder:
     def least(self) -> tuple[Candidate, int]:
         """The placement in which each copy starts in its first reader's window, and the least bytes of any plan."""
         barely = self.planner.play([c.first for c in self.planner.chunks])
-        return barely, min(self.slots(barely), self.problem.total_bytes + self.planner.outside)
+        return barely, min(map(self.slots, (barely, self.planner.everything)))
 
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], like: Plan | None = None) -> Plan:
         """``like``: a plan with the same windows, whose slots are taken over."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from chunkflow_compile.passes.names import Yield
@@ -115,6 +116,7 @@ class Planner:
         ops = transfers(self.problem, windows)
         return transfers(self.problem, windows, barriers(self.problem, ops)) if hard else ops
 
+    @cached_property
     def everything(self) -> Candidate:
         """All weights resident."""
         return self.play([None] * len(self.chunks))
@@ -173,7 +175,7 @@ class Planner:
                 continue
             candidates += self._shrink(residents, step_s)
         candidates += [c for c in self._others(None) if c.step_s <= step_s]
-        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.everything()
+        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.everything
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
         """Candidates with ``residents`` that meet the step, under ever lower limits, soft and hard."""

@@ -263,6 +263,11 @@ def test_both_goals_and_impossible_ones_are_refused() -> None:
         planned(found, policy="resident", memory=CHUNK)
     with pytest.raises(ChunkflowError, match=r"layerwise has one plan only: slowdown=1.5 would change nothing"):
         planned(found, policy="layerwise", slowdown=1.5)
+    # two slots of 256 bytes, one after the other in the same place: more than both weights, which have odd sizes
+    odd = problem([5, 5], [weight(0, 100, (0,)), weight(1, 100, (1,))])
+    with pytest.raises(ChunkflowError, match="memory=200 B is too little: the program needs 256 B"):
+        planned(odd, memory=200, inside=True)
+    assert planned(odd, memory=256, inside=True).device_bytes == 256
 
 
 def test_sixty_blocks_are_planned_at_once_and_in_proportion_to_thirty() -> None:
