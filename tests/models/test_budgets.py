@@ -116,9 +116,9 @@ def test_restore_of_a_component_is_refused(shared: Any) -> None:
         explain(plain("wan"))
 
 
-def test_components_called_with_gradients_enabled(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_components_called_with_gradients_enabled(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
     """As in the plain pipeline; they run without, which is said once."""
-    pipe, _ = shared
+    pipe, _ = applied()
     call = {"prompt": "a cat", "do_classifier_free_guidance": False, "max_sequence_length": 32}
     want = plain("wan").encode_prompt(**call)[0]
     with caplog.at_level(logging.WARNING):
