@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 # Lets the device read host memory directly; returns a function to undo it.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
+
+# A read that has come: its bytes, uint8, in the ring; and when, by the clock.
+_Ready = tuple[DriveBytes, torch.Tensor, float]
 
 # A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
 _SLOW = 1 / 3
@@ -195,14 +198,6 @@ def _unpinned(undo: Callable[[], None]) -> None:
         undo()
 
 
-class _Ready(NamedTuple):
-    """A read that has come: its bytes, uint8, in the ring; and when, by the clock."""
-
-    source: DriveBytes
-    values: torch.Tensor
-    at: float
-
-
 class _Thread:
     """Reads in one order until it is stopped.  It does not keep its reader, which may be dropped.
 
@@ -234,10 +229,11 @@ class _Thread:
             self._head = self._ready.get()
         if isinstance(self._head, ChunkflowError):
             raise self._head
-        if self._head.source != source:
+        wanted, values, at = self._head
+        if wanted != source:
             return None
-        ready, self._head, self._acquired = self._head, None, True
-        return ready.values, ready.at
+        self._head, self._acquired = None, True
+        return values, at
 
     def release(self, event: Any) -> None:
         """Give the room of what was acquired back, once ``event`` has come to pass; None for at once."""
@@ -278,7 +274,7 @@ class _Thread:
                 self._wait_for_copy()
             if self._stopped:
                 return
-            self._ready.put(_Ready(source, *self._drive.read(source, self.ring.bytes[slot.begin : slot.end])))
+            self._ready.put((source, *self._drive.read(source, self.ring.bytes[slot.begin : slot.end])))
 
     def _wait_for_copy(self) -> None:
         """Wait for the next copy out of the ring to end, or for something else to look at."""
