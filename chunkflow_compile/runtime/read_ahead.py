@@ -98,7 +98,7 @@ class ReadAhead:
         # where memory is short, the page cache would drop what it has before it is read again; ranks of one machine may
         # still find there what another has just read
         short = host_memory().free < sum(source.numel() for source in order.repeated)
-        self._drive.beside = short and local_ranks() < 2
+        self._drive.past_cache = short and local_ranks() < 2
         self._thread = _Thread(order, self._pin, self._drive, self._ring)
         self._ring = None
         self._dropped = weakref.finalize(self, _drop, self._thread)
@@ -106,8 +106,8 @@ class ReadAhead:
 
     def acquire(self, source: DriveBytes) -> tuple[torch.Tensor, float]:
         """See :meth:`Reading.acquire`.  What is out of order is read now."""
-        found = None if self._thread is None else self._thread.acquire(source)
-        return found or (source.read_all(), self._drive.clock.now())
+        read = None if self._thread is None else self._thread.acquire(source)
+        return read or (source.read_all(), self._drive.clock.now())
 
     def release(self, event: Any) -> None:
         if self._thread is not None:
@@ -152,13 +152,13 @@ def _drop(thread: _Thread) -> None:
 class _Drive:
     """How the drive is read, and what was read.
 
-    ``rate``: bytes/s of a drive to emulate, 0 for the machine's own.  ``beside``: whether to leave the page cache as it is.
+    ``rate``: bytes/s of a drive to emulate, 0 for the machine's own.  ``past_cache``: whether to leave the page cache.
     ``seconds``, ``nbytes``: of reading so far.  ``name``: the file read last.
     """
 
     clock: HostClock
     rate: float = 0.0
-    beside: bool = False
+    past_cache: bool = False
     seconds: float = 0.0
     nbytes: int = 0
     name: str = ""
@@ -168,7 +168,7 @@ class _Drive:
         """Read into memory of the ring; return the bytes there, and when it ended."""
         now, values = self.clock.now, memory[: source.numel()]
         start = now()
-        if self.beside:
+        if self.past_cache:
             values = source.read_beside(memory)
         else:
             source.read(values)
