@@ -181,7 +181,7 @@ def _compiler(
 
 def _at_open_sizes(
     graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
-) -> tuple[Callable[..., Any], Runner]:
+) -> tuple[Callable[..., Any], CompiledGraph]:
     """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols.
 
     ``fixed``: the names of the weights of graphs on which it has failed, to which this one's are added.

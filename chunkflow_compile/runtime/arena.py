@@ -116,7 +116,7 @@ class Arena:
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
         self._programs: list[weakref.ref[Bound]] = []
-        # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
+        # what is bound -> the weights that it keeps on the device outside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -130,7 +130,7 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes on the device of the memory and of the resident weights beside it."""
+        """Bytes on the device of the memory and of the resident weights outside it."""
         distinct = {id(value): value.nbytes for kept in self._residents.values() for value in kept.values()}
         return self.nbytes + sum(distinct.values())
 
@@ -181,7 +181,7 @@ class Arena:
     def keep(
         self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
-        """Copies of these weights on the device, beside the memory.  Others that the owner had are given up."""
+        """Copies of these weights on the device, outside the memory.  Others that the owner had are given up."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
         kept = {buffer: before[buffer] for buffer in buffers if buffer in before and before[buffer] is buffer.on_device}
         missing = dict.fromkeys(buffer for buffer in buffers if buffer not in kept)
@@ -200,7 +200,7 @@ class Arena:
         return kept
 
     def release(self, owner: Bound) -> None:
-        """Unbind a sequence, and let go of the weights that it keeps on the device beside the memory."""
+        """Unbind a sequence, and let go of the weights that it keeps on the device outside the memory."""
         owner.unbind()
         self._residents.pop(owner, None)
 
@@ -210,20 +210,20 @@ class Arena:
             if owner.program is not None and any(buffer in kept for buffer in buffers):
                 self.release(owner)
 
-    def _evict_for(self, nbytes: int, beside: int) -> None:
-        """Evict all if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
+    def _evict_for(self, nbytes: int, residents: int) -> None:
+        """Evict all if ``nbytes`` of memory and ``residents`` more bytes outside it would exceed the budgets of the models.
 
         What a program leaves may be more than the next one's plan has room for.
         """
         budgets: dict[int, int | None] = {}
         for program in self.programs:
             model, budget = program.budget
-            known = budgets.get(model, 0)
-            budgets[model] = None if budget is None or known is None else max(budget, known)
+            largest = budgets.get(model, 0)
+            budgets[model] = None if budget is None or largest is None else max(budget, largest)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
         if self.most is not None:
             most = min(most, self.most)
-        if self.held + max(0, nbytes - self.nbytes) + beside > most:
+        if self.held + max(0, nbytes - self.nbytes) + residents > most:
             self.evict()
 
     @property
@@ -251,7 +251,9 @@ class Arena:
         Raises FindingError if they are not safe in one arena.
         """
         mine = program.module
-        for other in [found for running in self.programs if (found := running.program) is not None]:
+        for other in (bound.program for bound in self.programs):
+            if other is None:
+                continue
             theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
                 verify_together(other, program)
@@ -290,7 +292,7 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and programs are bound again at their next step; then ``grows`` is called.  Raises
+        The old memory is freed first, and sequences are bound again at their next step; then ``grows`` is called.  Raises
         ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
         or freed, if the device has lost the room for that too.
         """

@@ -241,12 +241,12 @@ class Executor(OnDevice):
     def _at_border(self) -> _Start:
         """What a cold start here copies, made when it is first needed: few calls of a cycle ever begin one."""
         if self._start is None:
-            found = border(self.cycle, self.call)
-            ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
+            here = border(self.cycle, self.call)
+            ops = [(p, n) for n in here.prefetches if (p := prefetch_of(n))]
             prefetches = [(p.weight, prefetch(self, p, n)) for p, n in ops]
-            reads = reads_from(self.cycle, self.call, found, self.on_drive)
+            reads = reads_from(self.cycle, self.call, here, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
-            self._start = _Start(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin))
+            self._start = _Start(list(self._kept()), prefetches, here.waits, Order(first, repeated, reads.begin))
         return self._start
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:

@@ -61,11 +61,11 @@ class HostConstants:
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
         if table.is_inference():  # counts no versions: it could have changed
             return table.to(self._device)
-        known: tuple[int, torch.Tensor] | None = self._moved.get(table)
-        if known is None or known[0] != table._version:
+        moved: tuple[int, torch.Tensor] | None = self._moved.get(table)
+        if moved is None or moved[0] != table._version:
             with torch.inference_mode(False):
-                known = self._moved[table] = table._version, table.to(self._device)
-        return known[1]
+                moved = self._moved[table] = table._version, table.to(self._device)
+        return moved[1]
 
 
 class CompiledGraph:
@@ -179,7 +179,7 @@ class CompiledGraph:
 def _started(call: Call, arena: Arena) -> Solo:
     """A program that is bound to the memory of an arena.
 
-    Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it.
+    Raises ChunkflowError if the arena has no room, or if the program is not safe with another in it.
     """
     code = call.code
     check_kind(arena.device, code.kind, code.program.plan.policy)

@@ -125,14 +125,14 @@ def instructions(on: OnDevice) -> Iterator[Issue]:
     A region, what takes its outputs apart, and what drops values after it are one, because each costs the host time.
     """
     taken = list[Compute]()
-    for found in _in_order(on):
-        if taken and not (isinstance(found, Compute) and found.window is None):
+    for issue in _in_order(on):
+        if taken and not (isinstance(issue, Compute) and issue.window is None):
             yield _compute(on, taken)
             taken = []
-        if isinstance(found, Compute):
-            taken.append(found)
+        if isinstance(issue, Compute):
+            taken.append(issue)
         else:
-            yield found
+            yield issue
     if taken:
         yield _compute(on, taken)
 
@@ -157,8 +157,8 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute]:
             if op.window != opened:
                 issue = partial(_open, on, issue)
             opened = op.window
-        found = (issue,) if flag is None else _flagged(on, flag, issue, node)
-        yield from (each for each in found if each is not None)
+        issues = (issue,) if flag is None else _flagged(on, flag, issue, node)
+        yield from (each for each in issues if each is not None)
         if window < windows and (values := program.releases.get(node.name)):
             yield Compute(partial(_drop, tuple(number[value] for value in values)))
 
@@ -375,8 +375,8 @@ def _evict(on: OnDevice, weight: str) -> Compute | None:
     if not on.poison:
         return None
     plan = on.program.plan
-    found = next(w for w in plan.streamed if w.name == weight)
-    spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
+    placed = next(w for w in plan.streamed if w.name == weight)
+    spans = [plan.span(placed, r.first, r.end) for r in runs(placed.windows) if r.window is not None]
     pieces = [on.binding.slots[weight][begin:end] for begin, end in spans]
     return Compute(partial(_poison, pieces))
 

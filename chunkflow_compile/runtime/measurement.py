@@ -199,21 +199,21 @@ class Passes:
         names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
         return [group for name in names if (group := group_named(name)) is not None]
 
-    def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, found: StepMeasurement) -> None:
+    def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, step: StepMeasurement) -> None:
         """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
 
         ``steps``, ``counts``: of the call, which its executor must not keep.
         """
-        steps.append(found)
+        steps.append(step)
         counts.measured += 1
-        counts.measured_s += found.step_s
+        counts.measured_s += step.step_s
         counts.predicted_s += self._predicted[call]
-        counts.stalled_s += found.exposed_h2d_s
-        counts.collective_s += found.collective_s
+        counts.stalled_s += step.exposed_h2d_s
+        counts.collective_s += step.collective_s
         if call != len(self._newest):
             self._newest = []
         if call == len(self._newest):
-            self._newest.append(found)
+            self._newest.append(step)
         if len(self._newest) == len(self._predicted):
             self.whole.append(tuple(self._newest))
             self._newest = []
@@ -224,13 +224,13 @@ class Passes:
         warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None
-        found = measured(self._cycle.plan, [as_one(calls) for calls in warm]).timings()
+        timings = measured(self._cycle.plan, [as_one(calls) for calls in warm]).timings()
         if single:
-            return found
-        idle = [0.0] * len(found.compute_s)
+            return timings
+        idle = [0.0] * len(timings.compute_s)
         for start, calls in zip(self._cycle.starts, zip(*warm, strict=True), strict=True):
             idle[start - 1] += median(call.idle_s for call in calls)
-        return replace(found, idle_s=tuple(idle))
+        return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
         """Note that a pass has ended.  Returns the times to plan again from, the largest of all ranks, if that is due.

@@ -193,10 +193,10 @@ class Order:
             return None
         regions = [[buffers[name] for name in region.weights if name in buffers] for region in problem.regions]
         read = tuple(tuple(sorted(map(id, region))) for region in regions)
-        found = read, tuple((c.kind, c.before, c.until) for c in problem.collectives)
-        key = self._keys.get(found)
+        identity = read, tuple((c.kind, c.before, c.until) for c in problem.collectives)
+        key = self._keys.get(identity)
         if key is None or not key.alive:
-            key = self._keys[found] = CallKey(itertools.chain(*regions), settings)
+            key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
         elif bare(key.settings) != bare(settings):
             self._start_anew(key, settings)  # it was planned again for another goal
         key.settings = settings
@@ -283,11 +283,11 @@ class Order:
 
     def _start_anew(self, key: CallKey, settings: Settings) -> None:
         """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
-        found = [c for c in self.cycles if key in c.keys]
-        gone = [c for c in found if not serves(c, settings)]
+        cycles = [c for c in self.cycles if key in c.keys]
+        gone = [c for c in cycles if not serves(c, settings)]
         for cycle in gone:
             self.forget(cycle)
-        if gone or not found:
+        if gone or not cycles:
             self._refused.clear()
             self._history.clear()
 
@@ -298,8 +298,8 @@ class Order:
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
             return None
         for keys in repeated(list(self._history)):
-            known = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
-            if (current is not None and len(keys) <= len(current.keys)) or any(turned(keys, k) for k in known):
+            planned_before = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
+            if (current is not None and len(keys) <= len(current.keys)) or any(turned(keys, k) for k in planned_before):
                 continue
             if (learnt := self._plan(keys)) is not None:
                 return learnt

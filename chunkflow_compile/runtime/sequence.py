@@ -154,12 +154,12 @@ class Call:
 
     def names(self) -> dict[str, str]:
         """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
-        found = {name: buffer.name for name, buffer in self.buffers.items()}
-        blocks = {block_of(old): block_of(new) for old, new in found.items()}
+        names = {name: buffer.name for name, buffer in self.buffers.items()}
+        blocks = {block_of(old): block_of(new) for old, new in names.items()}
         for weight in self.program.problem.weights:
             block = block_of(weight.name)
-            found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
-        return found
+            names.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+        return names
 
     def in_cycle(self, names: Mapping[str, str]) -> CycleCall:
         """It as a call of a cycle.  ``names``: of its weights there."""
@@ -274,8 +274,8 @@ class Sequence:
 
     def begin(self, call: Call, number: int) -> Executor:
         """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
-        found = self.executor_of(call, number)
-        found.wanted = self.replan_after > 0
+        executor = self.executor_of(call, number)
+        executor.wanted = self.replan_after > 0
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
@@ -284,7 +284,7 @@ class Sequence:
                 self._collect(wait=False)
                 self.times.save(self.folder)
             self._begun += 1
-        return found
+        return executor
 
     def executor_of(self, call: Call, number: int) -> Executor:
         """The executor of a call in its place.  Raises ChunkflowError if the arena has no room.
@@ -294,14 +294,14 @@ class Sequence:
         seen = self._seen[number] == call.versions
         if not seen:
             self._renew([self._name(buffer, number) for buffer in call.buffers.values()])
-        found = self._executors[number].get(call)
-        if found is None:
-            found = self._executors[number][call] = self._make(call, number)
+        executor = self._executors[number].get(call)
+        if executor is None:
+            executor = self._executors[number][call] = self._make(call, number)
         if not seen:
             names = (self._name(buffer, number) for buffer in call.buffers.values())
-            found.rewritten |= dict(zip(names, call.versions, strict=True))
+            executor.rewritten |= dict(zip(names, call.versions, strict=True))
             self._seen[number] = call.versions
-        return found
+        return executor
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory; the next call binds it again."""
@@ -360,9 +360,9 @@ class Sequence:
     def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
-        known = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
-        known += [(e.program, e.marks, other.code.cut) for other, e in [*self._executors[number].items()]]
-        for program, marks, cut in known:
+        earlier = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
+        earlier += [(e.program, e.marks, other.code.cut) for other, e in [*self._executors[number].items()]]
+        for program, marks, cut in earlier:
             # the graph at other sizes: the same ops on the same weights
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem()), marks
