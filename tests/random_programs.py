@@ -145,7 +145,7 @@ class Tenant:
     """What an arena needs of a program."""
 
     plan: Plan
-    code: None = None
+    program: None = None
 
     def unbind(self) -> None:
         raise AssertionError("the arena was made large enough")

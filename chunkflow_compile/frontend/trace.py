@@ -108,7 +108,7 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """The inputs of a Dynamo graph, with a fake tensor on the device in place of each offloaded weight.
 
-    To the graph a weight is then an ordinary input, whose values the runner provides.
+    To the graph a weight is then an ordinary input, whose values the compiled graph provides.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode

@@ -196,8 +196,8 @@ def cycles(model: nn.Module) -> tuple[Sequence, ...]:
 
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
-    orders = dict.fromkeys(program.arena.order for program in programs(model))
-    found = [sorted(o.cycles, key=lambda cycle: cycle is not o.current) for o in orders if o is not None]
+    orders = dict.fromkeys(program.order for program in programs(model))
+    found = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
     return tuple(itertools.chain(*found))
 
 

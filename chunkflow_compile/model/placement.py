@@ -90,12 +90,12 @@ class Placement:
         The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and
         calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
-            arena.drop_outlived()
+        for order in dict.fromkeys(p.order for p in (*self.programs, program)):
+            order.close_outlived()
         for other in self.programs:
-            if not other.closed and other is not program and program.call.repeats(other.call):
+            if not other.closed and other is not program and program.repeats(other):
                 program.adopt(other)
-                other.arena.drop(other)
+                other.close()
         self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Placement:
         """End the programs and give back their device memory.  The next call of each starts it again."""
         with self.lock():
             for program in self.programs:
-                program.arena.drop(program)
+                program.close()
             self.programs.clear()
 
     @unset_fake_temporarily()

@@ -84,7 +84,7 @@ class Phase:
     @property
     def least(self) -> int:
         """The least bytes of weights on the device that its plans take, with those that never leave it."""
-        codes = {id(session.code): session.code for session in programs(self.root)}.values()
+        codes = {id(program.code): program.code for program in programs(self.root)}.values()
         needed = [
             least_memory(c.program.problem, c.settings.hardware, c.settings.chunk_bytes, c.settings.outside)
             for c in codes
@@ -93,13 +93,13 @@ class Phase:
 
     def steps(self) -> dict[Solo, int]:
         """How often each of its programs has run."""
-        return {program: program.call.steps for program in self.arena.programs}
+        return {s: s.call.steps for s in self.arena.programs if isinstance(s, Solo)}
 
     def ended(self, before: dict[Solo, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""
         self._seconds.append(seconds)
-        counts = {session: count - before.get(session, 0) for session, count in self.steps().items()}
-        self._ran = [(weakref.ref(session), count) for session, count in counts.items() if count]
+        counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
+        self._ran = [(weakref.ref(program), count) for program, count in counts.items() if count]
 
     def figures(self, small: int, first: Phase) -> PhaseFigures:
         """What is known of it now.
@@ -108,7 +108,7 @@ class Phase:
         the one that this memory is counted with.
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
-        notes = dict.fromkeys(note for session in programs(self.root) for note in session.code.notes)
+        notes = dict.fromkeys(note for program in programs(self.root) for note in program.code.notes)
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(
@@ -122,21 +122,21 @@ class Phase:
             predicted_s=predicted,
             measured_s=measured,
             retries=self.retries,
-            hardware=next((session.plan.hardware for session, _ in self._newest()), None),
+            hardware=next((program.plan.hardware for program, _ in self._newest()), None),
             notes=tuple(notes),
         )
 
     def _newest(self) -> list[tuple[Solo, int]]:
         """The programs of the newest call, and how often each ran."""
-        return [(session, count) for ref, count in self._ran if (session := ref()) is not None]
+        return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
     def _predicted(self) -> float | None:
         """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
         found = self._newest()
-        problems = {session.call.key: session.program.problem for session, _ in found}
+        problems = {program.call.key: program.program.problem for program, _ in found}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
-            if all(id(session.code.cut) in cuts for session, _ in found):
+            if all(id(program.code.cut) in cuts for program, _ in found):
                 return _predicted(bound, problems.keys())
             if problems.keys() == set(bound.keys):  # at other sizes
                 return _played(bound, problems)
@@ -149,7 +149,7 @@ class Phase:
         ``wait``: for steps in flight; else of what is measured now.
         """
         found = self._newest()
-        if found and not any(session.closed for session, _ in found):
+        if found and not any(program.closed for program, _ in found):
             steps = [([*(s.measurements if wait else s.call.measured)], count) for s, count in found]
             if all(measured for measured, _ in steps):
                 return sum(count * _median([m.step_s for m in measured]) for measured, count in steps)

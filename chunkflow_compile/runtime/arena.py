@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch.fx import GraphModule
@@ -33,11 +33,24 @@ from .device_base import Device
 from .locks import ProcessLock, aside
 from .read_ahead import ReadAhead
 
-if TYPE_CHECKING:
-    from .order import Order, Solo
-    from .sequence import Sequence as Bound
-
 Make = Callable[[torch.device, DeviceKind], Device]
+
+
+class Bound(Protocol):
+    """A sequence, as its arena knows it.
+
+    ``program``: of one call by itself; None for a cycle.  ``budget``: its model, and most bytes of this model's offloaded
+    weights on the device; None for any.
+    """
+
+    @property
+    def program(self) -> Program | None: ...
+
+    @property
+    def budget(self) -> tuple[int, int | None]: ...
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
 
 class SlotState:
@@ -85,7 +98,7 @@ class Arena:
     The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
     Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
     Each change from one program to another is a cold start, unless both have the same placement of the same weights, or the
-    order of the programs repeats: then they run as a cycle (cycles.py).
+    order of the programs repeats: then they run as a cycle (order.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
@@ -102,13 +115,12 @@ class Arena:
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
-        self._programs: list[weakref.ref[Solo]] = []
-        # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
+        self._programs: list[weakref.ref[Bound]] = []
+        # what is bound -> the weights that it keeps on the device outside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
-        self.order: Order | None = None  # in which the programs run
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     @property
@@ -118,7 +130,7 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes on the device of the memory and of the resident weights beside it."""
+        """Bytes on the device of the memory and of the resident weights outside it."""
         distinct = {id(value): value.nbytes for kept in self._residents.values() for value in kept.values()}
         return self.nbytes + sum(distinct.values())
 
@@ -169,7 +181,7 @@ class Arena:
     def keep(
         self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
-        """Copies of these weights on the device, beside the memory.  Others that the owner had are given up."""
+        """Copies of these weights on the device, outside the memory.  Others that the owner had are given up."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
         kept = {buffer: before[buffer] for buffer in buffers if buffer in before and before[buffer] is buffer.on_device}
         missing = dict.fromkeys(buffer for buffer in buffers if buffer not in kept)
@@ -188,30 +200,30 @@ class Arena:
         return kept
 
     def release(self, owner: Bound) -> None:
-        """Unbind a sequence, and let go of the weights that it keeps on the device beside the memory."""
+        """Unbind a sequence, and let go of the weights that it keeps on the device outside the memory."""
         owner.unbind()
         self._residents.pop(owner, None)
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
         """Release the programs by themselves that keep any of these weights: a cycle has them in the memory."""
         for owner, kept in list(self._residents.items()):
-            if not owner.keys and any(buffer in kept for buffer in buffers):
+            if owner.program is not None and any(buffer in kept for buffer in buffers):
                 self.release(owner)
 
-    def _evict_for(self, nbytes: int, beside: int) -> None:
-        """Evict all if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
+    def _evict_for(self, nbytes: int, residents: int) -> None:
+        """Evict all if ``nbytes`` of memory and ``residents`` more bytes outside it would exceed the budgets of the models.
 
         What a program leaves may be more than the next one's plan has room for.
         """
         budgets: dict[int, int | None] = {}
         for program in self.programs:
-            model, budget = program.call.budget
-            known = budgets.get(model, 0)
-            budgets[model] = None if budget is None or known is None else max(budget, known)
+            model, budget = program.budget
+            largest = budgets.get(model, 0)
+            budgets[model] = None if budget is None or largest is None else max(budget, largest)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
         if self.most is not None:
             most = min(most, self.most)
-        if self.held + max(0, nbytes - self.nbytes) + beside > most:
+        if self.held + max(0, nbytes - self.nbytes) + residents > most:
             self.evict()
 
     @property
@@ -229,8 +241,8 @@ class Arena:
         return self._reader
 
     @property
-    def programs(self) -> list[Solo]:
-        """Those that run in the memory, oldest first."""
+    def programs(self) -> list[Bound]:
+        """Those that run in the memory by themselves or in cycles, oldest first."""
         return [program for ref in self._programs if (program := ref()) is not None]
 
     def prove(self, program: Program) -> None:
@@ -239,14 +251,16 @@ class Arena:
         Raises FindingError if they are not safe in one arena.
         """
         mine = program.module
-        for other in [running.program for running in self.programs]:
+        for other in (bound.program for bound in self.programs):
+            if other is None:
+                continue
             theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
                 verify_together(other, program)
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def add(self, program: Solo, kind: DeviceKind) -> None:
+    def add(self, program: Bound, kind: DeviceKind) -> None:
         """Let a program run here.  Raises ChunkflowError if the others use another ``kind`` of device."""
         with self.lock():
             self.refuse_inside()
@@ -258,10 +272,13 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            arena = weakref.ref(self)
-            lives = (buffer.life for buffer in program.call.buffers.values())
-            program.watched = [weakref.ref(life, partial(_weight_died, arena)) for life in lives if life is not None]
-            self._programs.append(weakref.ref(program, partial(_sweep, arena)))
+            self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
+
+    def remove(self, program: Bound) -> None:
+        """A program that holds nothing does not run here any more."""
+        with self.lock():
+            self._programs = [ref for ref in self._programs if ref() is not program]
+            self.sweep()
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
@@ -275,7 +292,7 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and programs are bound again at their next step; then ``grows`` is called.  Raises
+        The old memory is freed first, and sequences are bound again at their next step; then ``grows`` is called.  Raises
         ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
         or freed, if the device has lost the room for that too.
         """
@@ -302,31 +319,6 @@ class Arena:
             self._streams.release()
         self._states.clear()
 
-    def drop(self, program: Solo) -> None:
-        """End a program: wait for its step and the copies in flight, and free what it holds.  Cycles move its weights too."""
-        with self.lock():
-            if program.closed:
-                return
-            try:
-                for bound in list(self._residents):
-                    if bound is program or bound.keys:
-                        self.release(bound)
-            finally:  # also after an interrupt: the memory must be released
-                program.end()
-                self._programs = [ref for ref in self._programs if ref() is not program]
-                self.sweep()
-
-    def drop_outlived(self) -> None:
-        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
-        self.outdated = False
-        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
-        for program in self.programs:
-            reads = program.call.reads
-            if reads not in outlived:
-                outlived[reads] = program.call.outlived
-            if outlived[reads]:
-                self.drop(program)
-
     def sweep(self) -> None:
         """Forget programs that were garbage-collected.  With the last one, the memory is freed and the streams are closed."""
         with self.lock():
@@ -336,7 +328,7 @@ class Arena:
             for bound in list(self._residents):
                 self.release(bound)
             streams, memory = self._streams, self._memory
-            self.order = self._streams = self._memory = self.holder = None
+            self._streams = self._memory = self.holder = None
             self._states.clear()  # a program that has ended may still hold one, with events of these streams
             streams.close()
             if self._reader is not None:
@@ -365,13 +357,6 @@ class Arena:
             "An arena is device memory of this process and cannot be copied or pickled: create another with "
             "chunkflow_compile.Arena(device)."
         )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
-    if (arena := ref()) is not None:
-        arena.outdated = True
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -115,15 +115,15 @@ def _outside(calls: Items[Call]) -> int:
 
 def dump(cycle: Sequence, calls: Items[Call]) -> None:
     """Write the plan and the programs of a cycle into a folder, next to that of one of its calls, if there is one."""
-    beside = next((call.code.folder for call in calls if call.code.folder is not None), None)
-    if beside is not None:
+    other = next((call.code.folder for call in calls if call.code.folder is not None), None)
+    if other is not None:
         with contextlib.suppress(OSError):  # a full disk is no error
-            cycle.folder = _written(cycle, beside)
+            cycle.folder = _written(cycle, other)
 
 
-def _written(cycle: Sequence, beside: Path) -> Path:
-    plan, rank = cycle.cycle.plan, beside.name.partition("_")[0]
-    folder = beside.parent / f"{rank}_cycle_of_{len(cycle.keys)}_{plan.digest}"
+def _written(cycle: Sequence, other: Path) -> Path:
+    plan, rank = cycle.plan, other.name.partition("_")[0]
+    folder = other.parent / f"{rank}_cycle_of_{len(cycle.keys)}_{plan.digest}"
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
     calls = (

@@ -27,23 +27,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
-from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, border
 from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.weights.source import Source
 
-from .arena import Binding, SlotState
-from .host_flag import HostFlag
-from .instructions import Cost, Issue, Step, instructions, prefetch, reading
+from .arena import Binding
+from .instructions import Cost, Issue, OnDevice, Step, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
-from .read_ahead import Order, Reading
-from .traffic import Traffic
+from .read_ahead import Order
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,9 @@ class _Start:
     order: Order | None = None
 
 
-class Executor:
+class Executor(OnDevice):
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
-    ``traffic``: the transfers that it issues.  ``flag``: holds copies back beside collectives, in the policy that does so.
-    ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
     ``rewritten``: weights that were written since they were copied, with the versions of their values.  ``cost``: of the
     newest step.  ``wanted``: whether a plan is to be made from the times of its steps.
     """
@@ -78,27 +72,11 @@ class Executor:
         file: Callable[[StepMeasurement], None] | None = None,
         versions: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
-
-        ``cycle``: that of which the program is a call.  ``file``: takes the measurement of each step.
-        ``versions``: returns those of the values of all weights of the cycle.
-        """
-        self.program = program
-        self.regions = regions
-        self.cycle = cycle or Cycle.of(program)
+        """See :class:`OnDevice`.  ``file``: takes the measurement of each step.  ``versions``: returns those of the values of
+        all weights of the cycle."""
+        super().__init__(program, regions, binding, poison, cycle or Cycle.of(program))
         self.call = next(i for i, call in enumerate(self.cycle.calls) if call is program)
-        self.device = device = binding.arena.streams
-        self.binding = binding
-        self.poison = poison
-        self.marks = binding.marks or arrivals(self.cycle)
-        self.state = binding.state or SlotState(device, len(self.marks.marked))
-        self.traffic = Traffic()
-        self.flag = HostFlag() if program.plan.policy == "host-yield" else None
-        # checked chunk by chunk, copies read the drive themselves
-        held = {} if self.flag is not None else binding.hosts
-        self.on_drive = frozenset(name for name, source in held.items() if isinstance(source, DriveBytes))
-        self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
-        self.opening, self.started, self.ended = device.event(), device.event(), device.event()
+        device = self.device
         self.handover, self.primed = device.event(), device.event()
         self.rewritten: dict[str, int] = {}
         self.cost = Cost()
@@ -212,19 +190,6 @@ class Executor:
         self.state.versions, self.rewritten = versions, {}
         step.cost.primed, step.cost.moved = step.cost.moved, 0
 
-    def copy(self, step: Step, target: torch.Tensor, source: Source | Reading, name: str) -> None:
-        """Enqueue a copy of a step on the copy stream."""
-        if self.flag is not None:
-            self.device.copy.run(self.flag.hold)
-        work = partial(self.device.copy_bytes, target, source)
-        watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
-        self.device.copy.run(work, watch, name)
-
-    def mark(self, copied: Node | str) -> None:
-        """Record the arrival after a copy, if a region waits for it."""
-        if (number := self.marks.marked.get(copied)) is not None:
-            self.device.copy.record(self.state.arrived[number])
-
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
         before, self.state.ended = self.state.ended, (turn, end)
         copied, windows = self.traffic.settle(end), cost.windows
@@ -276,12 +241,12 @@ class Executor:
     def _at_border(self) -> _Start:
         """What a cold start here copies, made when it is first needed: few calls of a cycle ever begin one."""
         if self._start is None:
-            found = border(self.cycle, self.call)
-            ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
+            here = border(self.cycle, self.call)
+            ops = [(p, n) for n in here.prefetches if (p := prefetch_of(n))]
             prefetches = [(p.weight, prefetch(self, p, n)) for p, n in ops]
-            reads = reads_from(self.cycle, self.call, found, self.on_drive)
+            reads = reads_from(self.cycle, self.call, here, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
-            self._start = _Start(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin))
+            self._start = _Start(list(self._kept()), prefetches, here.waits, Order(first, repeated, reads.begin))
         return self._start
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:

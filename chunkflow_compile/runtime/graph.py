@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from .arena import Arena
 from .codes import Codes, CurrentCode, Sizes
 from .device import check_kind, refuse_capture
-from .instructions import tuple_getter
 from .locks import ProcessLock, aside
-from .order import Order, Solo
+from .order import Solo
 from .sequence import Call
+from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
 
@@ -62,11 +61,11 @@ class HostConstants:
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
         if table.is_inference():  # counts no versions: it could have changed
             return table.to(self._device)
-        known: tuple[int, torch.Tensor] | None = self._moved.get(table)
-        if known is None or known[0] != table._version:
+        moved: tuple[int, torch.Tensor] | None = self._moved.get(table)
+        if moved is None or moved[0] != table._version:
             with torch.inference_mode(False):
-                known = self._moved[table] = table._version, table.to(self._device)
-        return known[1]
+                moved = self._moved[table] = table._version, table.to(self._device)
+        return moved[1]
 
 
 class CompiledGraph:
@@ -120,7 +119,7 @@ class CompiledGraph:
                 program.call.notice(again=noticed)
                 with program.arena.lock():
                     if not program.closed and program.call.fits(weights):
-                        return Order.of(program.arena).run(program, inputs)
+                        return program.order.run(program, inputs)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
@@ -136,13 +135,13 @@ class CompiledGraph:
                 self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
                 for key, program in [*self._programs.items()]:
                     if key[2] not in self.codes:
-                        program.arena.drop(program)
+                        program.close()
                         del self._programs[key]
 
     def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
         current = self._current_code(parameters, key[2])
         if stale is not None:
-            stale.arena.drop(stale)
+            stale.close()
         try:
             with dynamo_timed("chunkflow.bind"):
                 fresh = self._place(
@@ -180,23 +179,22 @@ class CompiledGraph:
 def _started(call: Call, arena: Arena) -> Solo:
     """A program that is bound to the memory of an arena.
 
-    Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it.
+    Raises ChunkflowError if the arena has no room, or if the program is not safe with another in it.
     """
     code = call.code
     check_kind(arena.device, code.kind, code.program.plan.policy)
     refuse_capture(arena.device)
-    program = Solo(call, arena)
     with arena.lock():
         if code.verified:
             arena.prove(call.program)
-        arena.add(program, code.kind)
+        arena.add(program := Solo(call, arena), code.kind)
         try:
-            call.key = Order.of(arena).key(call)
+            call.key = program.order.key(call)
             if not (call.part and call.key):  # else its cycle is planned again
                 program.replan_after = code.replan_after
             program.executor_of(call, 0)
         except BaseException:
-            arena.drop(program)
+            program.close()
             raise
     call.counts.programs += 1
     return program
@@ -218,4 +216,4 @@ def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 def _drop_all(programs: weakref.WeakValueDictionary[_Key, Solo]) -> None:
     """End programs whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
     for program in list(programs.values()):
-        aside(partial(program.arena.drop, program))
+        aside(program.close)

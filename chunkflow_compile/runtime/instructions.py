@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import getitem, itemgetter
-from typing import TYPE_CHECKING, Any
+from operator import getitem
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
+from chunkflow_compile.passes.program.arrivals import arrivals
+from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.lifetimes import over
-from chunkflow_compile.passes.program.rewrite import SOURCE
-from chunkflow_compile.weights.source import DriveBytes
+from chunkflow_compile.passes.program.rewrite import SOURCE, Program
+from chunkflow_compile.weights.source import DriveBytes, Source
 
-from .first_call import checked, owning, undeclared
+from .arena import Binding, SlotState
 from .host_flag import HostFlag
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
-
-if TYPE_CHECKING:
-    from .executor import Executor
+from .traffic import Traffic
+from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 
 
 @dataclass
@@ -72,52 +72,99 @@ class Compute:
     name: str = ""
 
 
-def instructions(executor: Executor) -> Iterator[Issue]:
-    """The functions that issue the nodes of an executor's program, in their order.
+class OnDevice:
+    """A program on the memory and the streams of a device: what its instructions refer to.
+
+    ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
+    ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        binding: Binding,
+        poison: bool,
+        cycle: Cycle,
+    ) -> None:
+        """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.  ``cycle``: that of
+        which the program is a call."""
+        self.program = program
+        self.regions = regions
+        self.cycle = cycle
+        self.device = device = binding.arena.streams
+        self.binding = binding
+        self.poison = poison
+        self.marks = binding.marks or arrivals(cycle)
+        self.state = binding.state or SlotState(device, len(self.marks.marked))
+        self.traffic = Traffic()
+        self.flag = HostFlag() if program.plan.policy == "host-yield" else None
+        # checked chunk by chunk, copies read the drive themselves
+        held = {} if self.flag is not None else binding.hosts
+        self.on_drive = frozenset(name for name, source in held.items() if isinstance(source, DriveBytes))
+        self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
+        self.opening, self.started, self.ended = device.event(), device.event(), device.event()
+
+    def copy(self, step: Step, target: torch.Tensor, source: Source | Reading, name: str) -> None:
+        """Enqueue a copy of a step on the copy stream."""
+        if self.flag is not None:
+            self.device.copy.run(self.flag.hold)
+        work = partial(self.device.copy_bytes, target, source)
+        watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
+        self.device.copy.run(work, watch, name)
+
+    def mark(self, copied: Node | str) -> None:
+        """Record the arrival after a copy, if a region waits for it."""
+        if (number := self.marks.marked.get(copied)) is not None:
+            self.device.copy.record(self.state.arrived[number])
+
+
+def instructions(on: OnDevice) -> Iterator[Issue]:
+    """The functions that issue the nodes of a program, in their order.
 
     A region, what takes its outputs apart, and what drops values after it are one, because each costs the host time.
     """
     taken = list[Compute]()
-    for found in _in_order(executor):
-        if taken and not (isinstance(found, Compute) and found.window is None):
-            yield _compute(executor, taken)
+    for issue in _in_order(on):
+        if taken and not (isinstance(issue, Compute) and issue.window is None):
+            yield _compute(on, taken)
             taken = []
-        if isinstance(found, Compute):
-            taken.append(found)
+        if isinstance(issue, Compute):
+            taken.append(issue)
         else:
-            yield found
+            yield issue
     if taken:
-        yield _compute(executor, taken)
+        yield _compute(on, taken)
 
 
-def _in_order(executor: Executor) -> Iterator[Issue | Compute]:
+def _in_order(on: OnDevice) -> Iterator[Issue | Compute]:
     """For each node, what issues it, or its work; after it, work that drops the values no longer needed.
 
     After the last region all of them go with the step.
     """
-    program, flag = executor.program, executor.flag
+    program, flag = on.program, on.flag
     windows = len(program.problem.regions)
-    number = {node.name: i for node, i in executor.number.items()}
+    number = {node.name: i for node, i in on.number.items()}
     opened: int | None = None
     window = 0  # the region that runs next
     for node in program.module.graph.nodes:
         if node.op == "placeholder":
             continue
-        issue = _issue(executor, node, min(window, windows - 1))
+        issue = _issue(on, node, min(window, windows - 1))
         window += node.op == "call_module"
         if (op := prefetch_of(node)) is not None:
             assert issue is not None and not isinstance(issue, Compute)
             if op.window != opened:
-                issue = partial(_open, executor, issue)
+                issue = partial(_open, on, issue)
             opened = op.window
-        found = (issue,) if flag is None else _flagged(executor, flag, issue, node)
-        yield from (each for each in found if each is not None)
+        issues = (issue,) if flag is None else _flagged(on, flag, issue, node)
+        yield from (each for each in issues if each is not None)
         if window < windows and (values := program.releases.get(node.name)):
             yield Compute(partial(_drop, tuple(number[value] for value in values)))
 
 
 def _flagged(
-    executor: Executor, flag: HostFlag, issue: Issue | Compute | None, node: Node
+    on: OnDevice, flag: HostFlag, issue: Issue | Compute | None, node: Node
 ) -> Iterator[Issue | Compute | None]:
     """What issues a node, between what sets and clears the flag."""
     if collective_kind(node) is not None:
@@ -126,13 +173,13 @@ def _flagged(
         # no deadlock: compute beside a collective would wait for a copy that is held
         yield lambda step: flag.drop()
     yield issue
-    if _ends(executor, node):
+    if _ends(on, node):
         yield lambda step: flag.clear()
 
 
-def _compute(executor: Executor, taken: Sequence[Compute]) -> Issue:
+def _compute(on: OnDevice, taken: Sequence[Compute]) -> Issue:
     """A function that issues works, of which the first may be a region's, as one."""
-    run, window, name = executor.device.compute.run, taken[0].window, taken[0].name
+    run, window, name = on.device.compute.run, taken[0].window, taken[0].name
     first, rest = taken[0].work, [each.work for each in taken[1:]]
 
     def issue(step: Step) -> None:
@@ -149,91 +196,91 @@ def _compute(executor: Executor, taken: Sequence[Compute]) -> Issue:
     return issue
 
 
-def _issue(executor: Executor, node: Node, window: int) -> Issue | Compute | None:
+def _issue(on: OnDevice, node: Node, window: int) -> Issue | Compute | None:
     """What issues a node, or its work; None if another event, or the order of a stream, does its work."""
     function: Any = node.target
     if (op := prefetch_of(node)) is not None:
-        return prefetch(executor, op, node)
+        return prefetch(on, op, node)
     if node.target is WAIT:
-        awaited = executor.marks.awaited.get(node)
-        return None if awaited is None else partial(_wait, executor, executor.state.arrived[awaited], window)
+        awaited = on.marks.awaited.get(node)
+        return None if awaited is None else partial(_wait, on, on.state.arrived[awaited], window)
     if node.target is EVICT:
-        return _evict(executor, str(node.args[0]))
+        return _evict(on, str(node.args[0]))
     if node.op == "get_attr":
-        constant = getattr(executor.program.module, str(node.target))
-        return _call(executor, node, lambda: constant)
+        constant = getattr(on.program.module, str(node.target))
+        return _call(on, node, lambda: constant)
     if node.op == "output":
-        return _output(executor, node)
+        return _output(on, node)
     if node.op == "call_module":
-        return _call(executor, node, _region(executor, str(node.target), window), window)
+        return _call(on, node, _region(on, str(node.target), window), window)
     # an element of a collective's results is taken on the collective stream; of awaited results, on compute
     if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
-        return _collective(executor, node, window)
+        return _collective(on, node, window)
     if function is getitem:
-        number = executor.number
+        number = on.number
         return Compute(partial(_pick, number[node], number[node.all_input_nodes[0]], node.args[1]))
-    return _call(executor, node, function)
+    return _call(on, node, function)
 
 
-def _region(executor: Executor, name: str, window: int) -> Callable[..., Sequence[Any]]:
-    read, values = executor.program.problem.regions[window].weights, executor.binding.values
-    region = owning(executor.regions[name], [values[w] for w in read if w in values])
-    if ops := undeclared(getattr(executor.program.module, name)):
+def _region(on: OnDevice, name: str, window: int) -> Callable[..., Sequence[Any]]:
+    read, values = on.program.problem.regions[window].weights, on.binding.values
+    region = owning(on.regions[name], [values[w] for w in read if w in values])
+    if ops := undeclared(getattr(on.program.module, name)):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
     return region
 
 
-def prefetch(executor: Executor, op: Prefetch, node: Node) -> Issue:
+def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Issue:
     """A function that issues the copies of a prefetch, and marks their arrival."""
-    slot, host = executor.binding.slots[op.weight], executor.binding.hosts[op.weight]
-    size = executor.program.plan.chunk_bytes
+    slot, host = on.binding.slots[op.weight], on.binding.hosts[op.weight]
+    size = on.program.plan.chunk_bytes
     first, end = op.first * size, op.end * size
     nbytes = host[first:end].numel()
     # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
-    length = size if executor.flag is not None else end - first
+    length = size if on.flag is not None else end - first
     parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
-    ahead = op.weight in executor.on_drive
-    copies = [(slot[part], reading(executor, op) if ahead else host[part]) for part in parts]
+    ahead = op.weight in on.on_drive
+    copies = [(slot[part], reading(on, op) if ahead else host[part]) for part in parts]
     name = f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
 
     def issue(step: Step) -> None:
         for target, source in copies:
-            executor.copy(step, target, source, name)
-        executor.mark(node)
+            on.copy(step, target, source, name)
+        on.mark(node)
         step.cost.moved += nbytes
 
     return issue
 
 
-def reading(executor: Executor, op: Prefetch) -> Reading:
+def reading(on: OnDevice, op: Prefetch) -> Reading:
     """The bytes of a prefetch as the reader of the drive brings them."""
-    source, size = executor.binding.hosts[op.weight], executor.program.plan.chunk_bytes
+    source, size = on.binding.hosts[op.weight], on.program.plan.chunk_bytes
     assert isinstance(source, DriveBytes)
-    return Reading(executor.binding.arena.reader, source[op.first * size : op.end * size])
+    return Reading(on.binding.arena.reader, source[op.first * size : op.end * size])
 
 
-def _open(executor: Executor, issue: Issue, step: Step) -> None:
-    executor.device.compute.record(executor.opening)
-    executor.device.copy.wait(executor.opening)
+def _open(on: OnDevice, issue: Issue, step: Step) -> None:
+    on.device.compute.record(on.opening)
+    on.device.copy.wait(on.opening)
     issue(step)
 
 
-def _wait(executor: Executor, arrival: Any, window: int, step: Step) -> None:
+def _wait(on: OnDevice, arrival: Any, window: int, step: Step) -> None:
     if (windows := step.cost.windows) is None:
-        executor.device.compute.wait(arrival)
+        on.device.compute.wait(arrival)
         return
 
     def waited(seconds: float) -> None:
         windows.exposed_s[window] += seconds
 
-    executor.device.compute.wait(arrival, waited)
+    on.device.compute.wait(arrival, waited)
 
 
-def _call(executor: Executor, node: Node, function: Callable[..., Any], window: int | None = None) -> Compute:
+def _call(on: OnDevice, node: Node, function: Callable[..., Any], window: int | None = None) -> Compute:
     """The work of a node.  ``window``: where its compute time counts, or None."""
-    number, read, name = executor.number[node], _reader(executor.number, node.args, node.kwargs), ""
+    number, read, name = on.number[node], _reader(on.number, node.args, node.kwargs), ""
     if window is not None:
-        region = executor.program.plan.regions[executor.program.start + window]
+        region = on.program.plan.regions[on.program.start + window]
         name = " ".join(w for w in (node.name, *region) if w)
 
     def work(env: list[Any]) -> None:
@@ -243,10 +290,10 @@ def _call(executor: Executor, node: Node, function: Callable[..., Any], window: 
     return Compute(work, window, name)
 
 
-def _output(executor: Executor, node: Node) -> Compute:
+def _output(on: OnDevice, node: Node) -> Compute:
     """Work that sets the outputs of a step, as a tuple."""
     outputs: Any = node.args[0]
-    number, read = executor.number[node], _reader(executor.number, outputs)
+    number, read = on.number[node], _reader(on.number, outputs)
 
     def work(env: list[Any]) -> None:
         env[number] = tuple(read(env)[0])
@@ -272,18 +319,17 @@ def _reader(
     return read
 
 
-def _collective(executor: Executor, node: Node, window: int) -> Issue:
+def _collective(on: OnDevice, node: Node, window: int) -> Issue:
     """A function that issues a collective, its completion, or one of its results on the collective stream.
 
     A collective starts when compute has reached it.  After its completion, compute continues when the collective
     stream has reached that.
     """
-    compute, stream = executor.device.compute, executor.device.collective
-    started, ended, traffic = executor.started, executor.ended, executor.traffic
-    number, read = executor.number[node], _reader(executor.number, node.args, node.kwargs)
-    function = _explained(executor, node)
-    begins, ends = collective_kind(node) is not None, _ends(executor, node)
-    name = str(node.meta.get(SOURCE, node.name))
+    compute, stream = on.device.compute, on.device.collective
+    started, ended, traffic = on.started, on.ended, on.traffic
+    number, read = on.number[node], _reader(on.number, node.args, node.kwargs)
+    begins, ends = collective_kind(node) is not None, _ends(on, node)
+    name, function = str(node.meta.get(SOURCE, node.name)), _op(on, node)
 
     def issue(step: Step) -> None:
         env, at = step.env, step.number
@@ -305,49 +351,33 @@ def _collective(executor: Executor, node: Node, window: int) -> Issue:
     return issue
 
 
-def _ends(executor: Executor, node: Node) -> bool:
+def _ends(on: OnDevice, node: Node) -> bool:
     """Whether a node completes a collective."""
-    return is_wait_tensor(node) or (collective_kind(node) is not None and over(node, executor.number) is node)
+    return is_wait_tensor(node) or (collective_kind(node) is not None and over(node, on.number) is node)
 
 
-def _explained(executor: Executor, node: Node) -> Callable[..., Any]:
-    """The op of a node of a collective, which gets the number of the step too, with errors that name the collective and
-    the fix.  The last completion of the collective reports the bytes received.
-    """
-    function: Any = node.target
-    collective = node
+def _op(on: OnDevice, node: Node) -> Callable[..., Any]:
+    """The op of a node of a collective, see :func:`explained`.  The last completion of it reports the bytes received."""
+    collective, function = node, node.target
     while collective_kind(collective) is None:
         collective = collective.all_input_nodes[0]
     name = str(collective.meta.get(SOURCE, collective.name))
-    crossing = {c.name: c.nbytes for c in executor.program.problem.collectives}
-    received = crossing.get(name, 0) if over(collective, executor.number) is node else 0
-
-    def call(step: int, *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = function(*args, **kwargs)
-            if received:
-                executor.device.received(received)
-            return result
-        except RuntimeError as error:
-            raise ChunkflowError(
-                f"The collective {name} failed in step {step}: a rank died or did not arrive in time ({error}). The "
-                "model is intact: restore(model) brings its weights back."
-            ) from error
-
-    return call
+    crossing = {c.name: c.nbytes for c in on.program.problem.collectives}
+    nbytes = crossing.get(name, 0) if over(collective, on.number) is node else 0
+    return explained(cast(Callable[..., Any], function), name, partial(on.device.received, nbytes) if nbytes else None)
 
 
-def _evict(executor: Executor, weight: str) -> Compute | None:
+def _evict(on: OnDevice, weight: str) -> Compute | None:
     """Work that poisons the evicted bytes, if asked to.
 
     It needs no event: the opening of the next window over these bytes comes after it on the compute stream.
     """
-    if not executor.poison:
+    if not on.poison:
         return None
-    plan = executor.program.plan
-    found = next(w for w in plan.streamed if w.name == weight)
-    spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
-    pieces = [executor.binding.slots[weight][begin:end] for begin, end in spans]
+    plan = on.program.plan
+    placed = next(w for w in plan.streamed if w.name == weight)
+    spans = [plan.span(placed, r.first, r.end) for r in runs(placed.windows) if r.window is not None]
+    pieces = [on.binding.slots[weight][begin:end] for begin, end in spans]
     return Compute(partial(_poison, pieces))
 
 
@@ -364,10 +394,3 @@ def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
     """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)
-
-
-def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function from a sequence to its elements at ``positions``: one call into C, if there are several."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda values: tuple(values[position] for position in positions)

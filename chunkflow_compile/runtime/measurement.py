@@ -6,7 +6,7 @@ import contextlib
 import json
 from array import array
 from collections import deque
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -171,25 +171,6 @@ def _ratio(whole: float, parts: Sequence[float]) -> float:
     return whole / total if (total := sum(parts)) else 1.0
 
 
-def warm_timings(
-    plan: Plan, passes: Iterable[Sequence[StepMeasurement]], least: int, starts: Sequence[int] = ()
-) -> Timings | None:
-    """The times of the warm passes over the calls of a cycle, to plan it again; None if they are fewer than ``least``.
-
-    ``starts``: the first window of each call, for the time between calls.  None is counted for a program alone.
-    """
-    warm = [calls for calls in passes if not any(call.primed_bytes for call in calls)]
-    if len(warm) < least:
-        return None
-    found = measured(plan, [as_one(calls) for calls in warm]).timings()
-    if not starts:
-        return found
-    idle = [0.0] * len(found.compute_s)
-    for start, calls in zip(starts, zip(*warm, strict=True), strict=True):
-        idle[start - 1] += median(call.idle_s for call in calls)
-    return replace(found, idle_s=tuple(idle))
-
-
 class Passes:
     """What the passes over the calls of a cycle took.  ``whole``: the newest, oldest first, each as its calls'."""
 
@@ -218,30 +199,38 @@ class Passes:
         names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
         return [group for name in names if (group := group_named(name)) is not None]
 
-    def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, found: StepMeasurement) -> None:
+    def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, step: StepMeasurement) -> None:
         """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
 
         ``steps``, ``counts``: of the call, which its executor must not keep.
         """
-        steps.append(found)
+        steps.append(step)
         counts.measured += 1
-        counts.measured_s += found.step_s
+        counts.measured_s += step.step_s
         counts.predicted_s += self._predicted[call]
-        counts.stalled_s += found.exposed_h2d_s
-        counts.collective_s += found.collective_s
+        counts.stalled_s += step.exposed_h2d_s
+        counts.collective_s += step.collective_s
         if call != len(self._newest):
             self._newest = []
         if call == len(self._newest):
-            self._newest.append(found)
+            self._newest.append(step)
         if len(self._newest) == len(self._predicted):
             self.whole.append(tuple(self._newest))
             self._newest = []
 
-    def timings(self, passes: int) -> Timings | None:
-        """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
-        if len(self._predicted) == 1:  # its first step need not be cold, and pays for first touches
-            return warm_timings(self._cycle.plan, list(self.whole)[1:], passes)
-        return warm_timings(self._cycle.plan, list(self.whole), passes, self._cycle.starts)
+    def timings(self, least: int) -> Timings | None:
+        """The times of the warm passes so far and of the time between calls; None if there are fewer than ``least``."""
+        single = len(self._predicted) == 1  # its first step need not be cold, and pays for first touches
+        warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
+        if len(warm) < least:
+            return None
+        timings = measured(self._cycle.plan, [as_one(calls) for calls in warm]).timings()
+        if single:
+            return timings
+        idle = [0.0] * len(timings.compute_s)
+        for start, calls in zip(self._cycle.starts, zip(*warm, strict=True), strict=True):
+            idle[start - 1] += median(call.idle_s for call in calls)
+        return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
         """Note that a pass has ended.  Returns the times to plan again from, the largest of all ranks, if that is due.

@@ -21,6 +21,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
@@ -46,12 +48,15 @@ _MOST_CYCLES = 8
 class Solo(Sequence):
     """A program by itself.  It belongs to the placement of its model, and ends with it.
 
-    ``call``: what it runs and reads.  ``title``: for errors.  ``started``: when.  ``closed``: whether it has ended.
+    ``call``: what it runs and reads.  ``order``: in which it runs.  ``title``: for errors.  ``started``: when.  ``closed``:
+    whether it has ended.
     """
 
     closed = False
 
     def __init__(self, call: Call, arena: Arena) -> None:
+        # with the other programs there
+        self.order: Order = _order_of(arena) or Order(arena)
         code, cycle = call.code, Cycle.of(call.program)
         one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
         super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
@@ -62,7 +67,8 @@ class Solo(Sequence):
         self.title = f"{of} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
         self.started = time.monotonic()
         self.folder = code.folder
-        self.watched = list[weakref.ref[Any]]()  # weights of which the arena is to hear
+        died = partial(_weight_died, weakref.ref(arena))
+        self._weights = [weakref.ref(life, died) for buffer in call.buffers.values() if (life := buffer.life)]
 
     @property
     def code(self) -> Code:
@@ -71,6 +77,10 @@ class Solo(Sequence):
     @property
     def program(self) -> Program:
         return self.call.program
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        return self.call.budget
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
@@ -86,16 +96,35 @@ class Solo(Sequence):
             raise ChunkflowError("This program has ended: call the compiled model again.")
         return self.executor_of(self.call, 0)
 
+    def repeats(self, other: Solo) -> bool:
+        """Whether it is the same program on the same weights."""
+        mine, theirs = self.call.buffers, other.call.buffers
+        same = mine.keys() == theirs.keys() and all(buffer is theirs[name] for name, buffer in mine.items())
+        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
+
     def adopt(self, other: Solo) -> None:
         """Take over the measurements of the program that this one replaces."""
         self.call.measured.extend(other.measurements)
         self.times.whole.extend(other.times.whole)
 
-    def end(self) -> None:
-        """Hold nothing any more.  The arena calls this, see :meth:`Arena.drop`."""
-        self.closed = True
-        self.watched.clear()
-        self.call.let_go()
+    def close(self) -> None:
+        """Wait for its step and copies in flight, free what it holds, and leave the arena.  Cycles move its weights too."""
+        with self.arena.lock():
+            if not self.closed:
+                try:
+                    for sequence in (self, *self.order.cycles):
+                        self.arena.release(sequence)
+                finally:  # also after an interrupt: the memory must be released
+                    self.closed, self._weights = True, []
+                    self.call.let_go()
+                    self.arena.remove(self)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
+    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
+    if (arena := ref()) is not None:
+        arena.outdated = True
 
 
 class Order:
@@ -113,13 +142,6 @@ class Order:
         self._refused: deque[tuple[CallKey, ...]] = deque(maxlen=4 * _MOST_CYCLES)
         self._unexpected = 0
 
-    @staticmethod
-    def of(arena: Arena) -> Order:
-        """That of an arena, which ends with its last program."""
-        if arena.order is None:
-            arena.order = Order(arena)
-        return arena.order
-
     def run(self, program: Solo, inputs: Items[Any]) -> Any:
         """Run one step of a program, in the sequence that has its call next."""
         arena, call = self._arena, program.call
@@ -128,7 +150,7 @@ class Order:
         if arena.running is not None:
             arena.refuse_inside()
         if arena.outdated:
-            arena.drop_outlived()
+            self.close_outlived()
         sequence, executor = self._next(program)
         arena.running = os.getpid(), program.title
         try:
@@ -144,6 +166,22 @@ class Order:
             self._replan(sequence)
         return outputs
 
+    def close_outlived(self) -> None:
+        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
+        self._arena.outdated = False
+        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
+        for program in self.programs:
+            reads = program.call.reads
+            if reads not in outlived:
+                outlived[reads] = program.call.outlived
+            if outlived[reads]:
+                program.close()
+
+    @property
+    def programs(self) -> list[Solo]:
+        """Those that run in the arena, oldest first."""
+        return [sequence for sequence in self._arena.programs if isinstance(sequence, Solo)]
+
     def key(self, call: Call) -> CallKey | None:
         """What a call reads, region by region, with the collectives between; None if the user chose its placement."""
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
@@ -155,10 +193,10 @@ class Order:
             return None
         regions = [[buffers[name] for name in region.weights if name in buffers] for region in problem.regions]
         read = tuple(tuple(sorted(map(id, region))) for region in regions)
-        found = read, tuple((c.kind, c.before, c.until) for c in problem.collectives)
-        key = self._keys.get(found)
+        identity = read, tuple((c.kind, c.before, c.until) for c in problem.collectives)
+        key = self._keys.get(identity)
         if key is None or not key.alive:
-            key = self._keys[found] = CallKey(itertools.chain(*regions), settings)
+            key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
         elif bare(key.settings) != bare(settings):
             self._start_anew(key, settings)  # it was planned again for another goal
         key.settings = settings
@@ -245,11 +283,11 @@ class Order:
 
     def _start_anew(self, key: CallKey, settings: Settings) -> None:
         """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
-        found = [c for c in self.cycles if key in c.keys]
-        gone = [c for c in found if not serves(c, settings)]
+        cycles = [c for c in self.cycles if key in c.keys]
+        gone = [c for c in cycles if not serves(c, settings)]
         for cycle in gone:
             self.forget(cycle)
-        if gone or not found:
+        if gone or not cycles:
             self._refused.clear()
             self._history.clear()
 
@@ -260,8 +298,8 @@ class Order:
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
             return None
         for keys in repeated(list(self._history)):
-            known = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
-            if (current is not None and len(keys) <= len(current.keys)) or any(turned(keys, k) for k in known):
+            planned_before = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
+            if (current is not None and len(keys) <= len(current.keys)) or any(turned(keys, k) for k in planned_before):
                 continue
             if (learnt := self._plan(keys)) is not None:
                 return learnt
@@ -269,7 +307,7 @@ class Order:
 
     def newest(self, keys: Items[CallKey]) -> list[Call] | None:
         """The newest call of each key, None if its program has ended."""
-        newest = {program.call.key: program.call for program in self._arena.programs}
+        newest = {program.call.key: program.call for program in self.programs}
         calls = [newest[key] for key in keys if key in newest]
         return calls if len(calls) == len(keys) else None
 
@@ -308,6 +346,11 @@ class Order:
         _log.info("%s calls repeat and run as a cycle: %s bytes on the device", len(cycle.keys), plan.device_bytes)
 
 
+def _order_of(arena: Arena) -> Order | None:
+    """That of the programs in an arena, which ends with the last of them."""
+    return next((program.order for program in arena.programs if isinstance(program, Solo)), None)
+
+
 def replan(
     sequences: Mapping[Sequence, Timings | None], goal: Mapping[str, Any] | None = None, by_itself: bool = False
 ) -> None:
@@ -320,15 +363,16 @@ def replan(
     """
     swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
     for sequence, timings in sequences.items():
-        order, change = Order.of(sequence.arena), {**(goal or {}), **({} if timings is None else {"timings": timings})}
+        change = {**(goal or {}), **({} if timings is None else {"timings": timings})}
         if isinstance(sequence, Solo):
             current = sequence.call.current
             key = current.code, timings  # blocks of one kind share their code
             code = remade[key] = remade.get(key) or current.code.remade(**change)
             plan, swap = code.program.plan, partial(current.run, code, by_itself)
         else:
-            calls = order.newest(sequence.keys)
-            if calls is None or (settings := common(calls)) is None:
+            order = _order_of(sequence.arena)
+            calls = None if order is None else order.newest(sequence.keys)
+            if order is None or calls is None or (settings := common(calls)) is None:
                 raise ChunkflowError("A program of this cycle has ended since it was measured: call the model again.")
             settings = replace(settings, **(goal or {}))
             again = planned(sequence.arena, sequence.keys, sequence.calls, sequence.buffers, settings, timings)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 # Lets the device read host memory directly; returns a function to undo it.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
+
+# A read that has come: its bytes, uint8, in the ring; and when, by the clock.
+_Ready = tuple[DriveBytes, torch.Tensor, float]
 
 # A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
 _SLOW = 1 / 3
@@ -95,7 +98,7 @@ class ReadAhead:
         # where memory is short, the page cache would drop what it has before it is read again; ranks of one machine may
         # still find there what another has just read
         short = host_memory().free < sum(source.numel() for source in order.repeated)
-        self._drive.beside = short and local_ranks() < 2
+        self._drive.past_cache = short and local_ranks() < 2
         self._thread = _Thread(order, self._pin, self._drive, self._ring)
         self._ring = None
         self._dropped = weakref.finalize(self, _drop, self._thread)
@@ -103,8 +106,8 @@ class ReadAhead:
 
     def acquire(self, source: DriveBytes) -> tuple[torch.Tensor, float]:
         """See :meth:`Reading.acquire`.  What is out of order is read now."""
-        found = None if self._thread is None else self._thread.acquire(source)
-        return found or (source.read_all(), self._drive.clock.now())
+        read = None if self._thread is None else self._thread.acquire(source)
+        return read or (source.read_all(), self._drive.clock.now())
 
     def release(self, event: Any) -> None:
         if self._thread is not None:
@@ -149,13 +152,13 @@ def _drop(thread: _Thread) -> None:
 class _Drive:
     """How the drive is read, and what was read.
 
-    ``rate``: bytes/s of a drive to emulate, 0 for the machine's own.  ``beside``: whether to leave the page cache as it is.
+    ``rate``: bytes/s of a drive to emulate, 0 for the machine's own.  ``past_cache``: whether to leave the page cache.
     ``seconds``, ``nbytes``: of reading so far.  ``name``: the file read last.
     """
 
     clock: HostClock
     rate: float = 0.0
-    beside: bool = False
+    past_cache: bool = False
     seconds: float = 0.0
     nbytes: int = 0
     name: str = ""
@@ -165,7 +168,7 @@ class _Drive:
         """Read into memory of the ring; return the bytes there, and when it ended."""
         now, values = self.clock.now, memory[: source.numel()]
         start = now()
-        if self.beside:
+        if self.past_cache:
             values = source.read_direct(memory)
         else:
             source.read(values)
@@ -193,14 +196,6 @@ class _RingMemory:
 def _unpinned(undo: Callable[[], None]) -> None:
     with contextlib.suppress(OSError):  # the device has failed
         undo()
-
-
-class _Ready(NamedTuple):
-    """A read that has come: its bytes, uint8, in the ring; and when, by the clock."""
-
-    source: DriveBytes
-    values: torch.Tensor
-    at: float
 
 
 class _Thread:
@@ -234,10 +229,11 @@ class _Thread:
             self._head = self._ready.get()
         if isinstance(self._head, ChunkflowError):
             raise self._head
-        if self._head.source != source:
+        wanted, values, at = self._head
+        if wanted != source:
             return None
-        ready, self._head, self._acquired = self._head, None, True
-        return ready.values, ready.at
+        self._head, self._acquired = None, True
+        return values, at
 
     def release(self, event: Any) -> None:
         """Give the room of what was acquired back, once ``event`` has come to pass; None for at once."""
@@ -278,7 +274,7 @@ class _Thread:
                 self._wait_for_copy()
             if self._stopped:
                 return
-            self._ready.put(_Ready(source, *self._drive.read(source, self.ring.bytes[slot.begin : slot.end])))
+            self._ready.put((source, *self._drive.read(source, self.ring.bytes[slot.begin : slot.end])))
 
     def _wait_for_copy(self) -> None:
         """Wait for the next copy out of the ring to end, or for something else to look at."""

@@ -37,8 +37,8 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 from .arena import Arena, Binding
 from .codes import CurrentCode
 from .executor import Executor
-from .instructions import tuple_getter
 from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
+from .wrapped_calls import tuple_getter
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
@@ -152,20 +152,14 @@ class Call:
         # one that has become offloaded is the same object of another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
 
-    def repeats(self, other: Call) -> bool:
-        """Whether it is the same program on the same weights."""
-        same = self.buffers.keys() == other.buffers.keys()
-        same = same and all(buffer is other.buffers[name] for name, buffer in self.buffers.items())
-        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
-
     def names(self) -> dict[str, str]:
         """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
-        found = {name: buffer.name for name, buffer in self.buffers.items()}
-        blocks = {block_of(old): block_of(new) for old, new in found.items()}
+        names = {name: buffer.name for name, buffer in self.buffers.items()}
+        blocks = {block_of(old): block_of(new) for old, new in names.items()}
         for weight in self.program.problem.weights:
             block = block_of(weight.name)
-            found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
-        return found
+            names.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+        return names
 
     def in_cycle(self, names: Mapping[str, str]) -> CycleCall:
         """It as a call of a cycle.  ``names``: of its weights there."""
@@ -229,6 +223,14 @@ class Sequence:
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
 
     @property
+    def program(self) -> Program | None:
+        return None
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        return 0, 0
+
+    @property
     def plan(self) -> Plan:
         return self.cycle.plan
 
@@ -271,8 +273,8 @@ class Sequence:
 
     def begin(self, call: Call, number: int) -> Executor:
         """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
-        found = self.executor_of(call, number)
-        found.wanted = self.replan_after > 0
+        executor = self.executor_of(call, number)
+        executor.wanted = self.replan_after > 0
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
@@ -281,7 +283,7 @@ class Sequence:
                 self._collect(wait=False)
                 self.times.save(self.folder)
             self._begun += 1
-        return found
+        return executor
 
     def executor_of(self, call: Call, number: int) -> Executor:
         """The executor of a call in its place.  Raises ChunkflowError if the arena has no room.
@@ -291,13 +293,13 @@ class Sequence:
         seen = self._seen[number] == call.versions
         if not seen:
             self._renew([*self._names(call, number).values()])
-        found = self._executors[number].get(call)
-        if found is None:
-            found = self._executors[number][call] = self._make(call, number)
+        executor = self._executors[number].get(call)
+        if executor is None:
+            executor = self._executors[number][call] = self._make(call, number)
         if not seen:
-            found.rewritten |= dict(zip(self._names(call, number).values(), call.versions, strict=True))
+            executor.rewritten |= dict(zip(self._names(call, number).values(), call.versions, strict=True))
             self._seen[number] = call.versions
-        return found
+        return executor
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory; the next call binds it again."""
@@ -356,9 +358,9 @@ class Sequence:
     def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
-        known = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
-        known += [(e.program, e.marks, other.code.cut) for other, e in [*self._executors[number].items()]]
-        for program, marks, cut in known:
+        earlier = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
+        earlier += [(e.program, e.marks, other.code.cut) for other, e in [*self._executors[number].items()]]
+        for program, marks, cut in earlier:
             # the graph at other sizes: the same ops on the same weights
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem()), marks
@@ -369,7 +371,7 @@ class Sequence:
         return program, marks
 
     def _names(self, call: Call, number: int) -> dict[str, str]:
-        """The names in the cycle of the weights of a call.  A buffer has several where parameters were tied after compiling."""
+        """The names in the cycle of the weights of a call.  A buffer has several if parameters were tied after compiling."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():
@@ -382,7 +384,7 @@ class Sequence:
 
     def _bound(self, call: Call) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
-        if self.keys:  # by themselves, its programs keep other weights on the device
+        if self.program is None:  # by themselves, its programs keep other weights on the device
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}

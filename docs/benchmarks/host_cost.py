@@ -85,9 +85,9 @@ class Tenant:
     """A member of an arena, so that its slots exist."""
 
     plan: Plan
-    code: None = None
+    program: None = None
 
-    def close(self) -> None:
+    def unbind(self) -> None:
         """Never called: no other program joins the arena."""
 
 
@@ -102,7 +102,7 @@ def _issue(program: Program) -> list[float]:
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
     }
     # collectives return nothing, because there is no process group
-    with mock.patch.object(instructions, "_explained", lambda *_: lambda *_: None):
+    with mock.patch.object(instructions, "explained", lambda *_: lambda *_: None):
         executor = Executor(program, regions, Binding(arena, {}, slots, slots))
     inputs = [None] * len(program.module.graph.find_nodes(op="placeholder"))
     times = []

@@ -57,7 +57,7 @@ def test_a_part_of_a_model_is_explained_as_one_until_a_pass_over_all_is_measured
         found, text = explained(model)
         medians = {p: sorted(m.step_s for m in p.measurements) for p in programs(model)}
         longest = max(medians, key=lambda p: sum(medians[p]))
-        names = {p: next(iter(p.names().values())).rpartition(".")[0] for p in medians}
+        names = {p: next(iter(p.call.names().values())).rpartition(".")[0] for p in medians}
         (name,) = (name for name in names.values() if f"a call of {name.removesuffix('.up')}" == found.figures[0].name)
         assert found.plan == longest.plan.digest and name == names[longest]
         assert found.figures[0].measured == pytest.approx(sum(medians[longest]) / calls)

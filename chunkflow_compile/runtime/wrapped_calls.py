@@ -1,8 +1,10 @@
-"""What the first call of a region finds out: outputs that lie in a slot, and weights that it writes."""
+"""What is put around the calls of regions and collectives: for outputs that lie in a slot, weights that a region writes, and
+errors of a collective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -71,3 +73,31 @@ def checked(
         return outputs
 
     return call
+
+
+def explained(function: Callable[..., Any], name: str, received: Callable[[], None] | None) -> Callable[..., Any]:
+    """Wrap an op of the collective ``name``: it gets the number of the step too, for errors that say what to do.
+
+    ``received``: called after it, if there is something.
+    """
+
+    def call(step: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            if received is not None:
+                received()
+            return result
+        except RuntimeError as error:
+            raise ChunkflowError(
+                f"The collective {name} failed in step {step}: a rank died or did not arrive in time ({error}). The "
+                "model is intact: restore(model) brings its weights back."
+            ) from error
+
+    return call
+
+
+def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function from a sequence to its elements at ``positions``: one call into C, if there are several."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda values: tuple(values[position] for position in positions)
