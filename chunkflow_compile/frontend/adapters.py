@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.slots import Sizes, Slotted, like, made_of, plain
+from chunkflow_compile.frontend.slots import Sizes, Slotted, like, plain, slotted
 from chunkflow_compile.model.placement import placements_of
 from chunkflow_compile.passes.errors import ChunkflowError
 
@@ -22,7 +22,7 @@ _PROBE = "chunkflow_probe"
 _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
-# Components of a pipeline that adapters are for, beside text encoders.
+# Components of a pipeline that adapters are for, besides text encoders.
 ADAPTED = ("transformer", "transformer_2", "unet")
 
 
@@ -39,8 +39,8 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
     Raises ChunkflowError for a model that is placed or compiled already, if PEFT is missing, or if there are no such layers.
     """
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in ADAPTED]
-    found = [part for part in parts if isinstance(part, nn.Module)]
-    if not found:
+    models = [part for part in parts if isinstance(part, nn.Module)]
+    if not models:
         raise ChunkflowError(
             f"enable_adapters takes a model or a pipeline with a transformer, not {type(model).__name__}."
         )
@@ -48,9 +48,9 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
         isinstance(targets, Sequence) and all(isinstance(name, str) for name in targets)
     ):
         raise ChunkflowError(f"targets={targets!r} must be names of linear layers, such as ['to_q', 'to_k'].")
-    for part in found:
+    for part in models:
         _check(part, rank, slots)
-    for part in found:
+    for part in models:
         _enable(part, Sizes(rank, slots), targets)
     return model
 
@@ -62,12 +62,10 @@ def is_enabled(model: nn.Module) -> bool:
 
 def disable_adapters(model: nn.Module) -> None:
     """Undo :func:`enable_adapters` of a model that is not placed: ordinary layers, or those of PEFT that have adapters."""
-    for parent in [*model.modules()]:
-        for name, layer in [*parent.named_children()]:
-            if isinstance(layer, Slotted):
-                _unslot(layer)
-                if not _adapters(layer):
-                    setattr(parent, name, layer.base_layer)
+    layers = [m for m in model.modules() if isinstance(m, Slotted)]
+    for layer in layers:
+        _unslot(layer)
+    _make_ordinary(model, [layer for layer in layers if not _adapters(layer)])
     model.__class__ = plain(type(model))
     model.__dict__.pop(_SIZES, None)
 
@@ -158,9 +156,9 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
     """Give a layer of PEFT its slots."""
-    weights = [found.weight for found in layer.lora_A.values()]
+    weights = [a.weight for a in layer.lora_A.values()]
     kind: Any = type(layer)
-    layer.__class__ = made_of(kind)
+    layer.__class__ = slotted(kind)
     layer.sizes, layer.own, layer.late = sizes, False, late
     rank = max([sizes.rank, *(w.shape[0] for w in weights)])
     dtype = dtype or weights[0].dtype
@@ -183,6 +181,15 @@ def _unslot(layer: Any) -> None:
         layer._move_adapter_to_device_of_base_layer(name)
 
 
+def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
+    """Put the layers that PEFT has replaced in their places again."""
+    replaced = {id(layer) for layer in layers}
+    for parent in [*model.modules()]:
+        for name, layer in [*parent.named_children()]:
+            if id(layer) in replaced:
+                setattr(parent, name, layer.base_layer)
+
+
 def tuned_layers(model: nn.Module) -> Iterable[Any]:
     """The layers of PEFT in a model, of any kind of adapter."""
     try:
@@ -196,12 +203,8 @@ def _lora_layers(model: nn.Module) -> list[Any]:
     """Those that can have slots, and have none."""
     from peft.tuners.lora import LoraLayer
 
-    found = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
-    return [m for m in found if isinstance(m.base_layer, nn.Linear)]
-
-
-def _has_slots(layer: Any) -> bool:
-    return isinstance(layer, Slotted)
+    layers = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
+    return [m for m in layers if isinstance(m.base_layer, nn.Linear)]
 
 
 def _adapters(layer: Any) -> list[str]:
@@ -213,7 +216,7 @@ def _loaded(model: Any) -> None:
     sizes = model.__dict__[_SIZES]
     if fresh := _lora_layers(model):
         sizes.say(
-            f"adapters came to {len(fresh)} layers that enable_adapters had not named, and the model is compiled again for "
+            f"{len(fresh)} layers that enable_adapters had not named have adapters now, and the model is compiled again for "
             "these: name them in targets to have them from the first."
         )
     for layer in fresh:
@@ -231,8 +234,8 @@ def _only_read(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for store, known in before:
-            kept = {id(entry) for entry in known}
+        for store, entries in before:
+            kept = {id(entry) for entry in entries}
             store.exported = [entry for entry in store.exported if id(entry) in kept or entry[0]() is not None]
 
 
@@ -253,13 +256,10 @@ def unload(model: Any) -> None:
 
     The others are ordinary again, as diffusers expects of one that it has widened for an adapter.
     """
-    tuned: dict[int, Any] = {id(layer): layer for layer in tuned_layers(model)}
-    stay = {key: layer for key, layer in tuned.items() if _has_slots(layer) and not layer.late}
-    for parent in [*model.modules()]:
-        for name, layer in [*parent.named_children()]:
-            if id(layer) in tuned and id(layer) not in stay:
-                setattr(parent, name, layer.base_layer)
-    for layer in stay.values():
+    tuned = [*tuned_layers(model)]
+    stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]
+    _make_ordinary(model, [layer for layer in tuned if layer not in stay])
+    for layer in stay:
         for name in _adapters(layer):
             _delete(layer, name)
         layer.merged_adapters.clear()
@@ -273,14 +273,15 @@ def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str
 
     ``adapter``: its state dict, in which ``prefix`` stands for the model.  The layers get slots again when it is loaded.
     """
-    modules: list[tuple[str, Any]] = [*model.named_modules()]
-    for name, layer in modules:
-        if _has_slots(layer) and not _adapters(layer):
+    widened = list[Any]()
+    layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, Slotted)]
+    for name, layer in layers:
+        if not _adapters(layer):
             a, b = (adapter.get(f"{prefix}.{name}.lora_{side}.weight") for side in "AB")
             sizes = ((a, 1, layer.in_features), (b, 0, layer.out_features))
             if any(weight is not None and weight.shape[dim] > size for weight, dim, size in sizes):
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, layer.base_layer)
+                widened.append(layer)
+    _make_ordinary(model, widened)
 
 
 @functools.cache

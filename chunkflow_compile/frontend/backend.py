@@ -10,7 +10,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,102 +106,92 @@ def chunkflow(
         raise CompilationError(chunkflow, error, inspect.currentframe()) from error
 
 
-def _lowered(
-    graph: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
-) -> Any:
+def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None) -> Any:
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
     check_compile_cache(needed=chosen.lowering != "eager")
     refuse_gradient_buckets(graph)
     refuse_attributes(graph, chosen.min_bytes)
     note_graph_break(graph)
-    index, placed = index_of(*weights_and_modules(graph, example_inputs, chosen.min_bytes), chosen.min_bytes)
-    found = weights_among(example_inputs, index)
-    if not found:
-        return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
-    compiled, made = _compiled(graph, example_inputs, chosen, index, placed)
-    part = made.settings.part
+    index, placed = index_of(*weights_and_modules(graph, inputs, chosen.min_bytes), chosen.min_bytes)
+    weights = weights_among(inputs, index)
+    if not weights:
+        return lower_without_weights(graph, inputs, chosen.lowering, chosen.inductor)
+    placement = None if index.root is None else placement_of(index.root)
+    min_bytes = chosen.min_bytes if placed is None else placed
+    compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
+    with dynamo_timed("chunkflow.aot"):
+        fixed = set() if placement is None else placement.fixed
+        compiled, runner = _at_open_sizes(graph, inputs, compiler, fixed)
+    if placement is not None and placement.progress is not None:
+        placement.progress.compiled(p.name for p in compiler.parameters)
+    part, program = compiler.settings.part, runner.codes.first.program
     if part:
         guard_hooks()
-    warn_if_alone(index, made.programs[-1])
+    warn_if_alone(index, program)
     if index.root is not None and (placed is not None or _is_first_compilation()):
-        wanted = [found[p.key] for p in made.parameters if p.name in made.programs[-1].offloaded]
+        wanted = [weights[p.key] for p in compiler.parameters if p.name in program.offloaded]
         if part and wanted:  # its guards then fit the other blocks too
-            wanted += large_weights(blocks_around(index.root, wanted), index, made.min_bytes)
-        move_weights(
-            index, made.device, made.min_bytes, [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
-        )
+            wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
+        missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
+        move_weights(index, compiler.device, min_bytes, missing)
     return compiled
 
 
-def _compiled(
+def _compiler(
     graph: GraphModule,
     inputs: Sequence[Any],
     chosen: Options,
     index: ModelIndex,
-    placed: int | None,
-) -> tuple[Any, _MakeRunner]:
-    """The compiled graph, and what made its program.
-
-    ``index``, ``placed``: as :func:`index_of` returns.
-    """
-    min_bytes = chosen.min_bytes if placed is None else placed
-    found = weights_among(inputs, index)
+    weights: Mapping[tuple[int, str], torch.Tensor],
+    min_bytes: int,
+    placement: Placement | None,
+) -> _Compiler:
+    """What compiles the ATen graph of a Dynamo graph, which is refused if it cannot be compiled."""
     refuse_gradients(inputs)
     if index.root is not None:
         refuse_accelerate(index.root)
-    refuse_decisions_of_a_rank(index.root, graph)
-    if index.root is not None:
+        refuse_decisions_of_a_rank(index.root, graph)
         refuse_fully_sharded(index.root)
-    fix_sizes(inputs, found.values())
-    device = check_device(device_of(found, inputs, graph))
+    fix_sizes(inputs, weights.values())
+    device = check_device(device_of(weights, inputs, graph))
     chosen = chosen.on(device)
     _check_options(chosen, device)
     if chosen.lowering != "eager":
         warm_up(device)
     parameters = describe_parameters(inputs, index, min_bytes)
     if chosen.policy != "resident":
-        warn_if_no_module_holds((found[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
-    part = is_part(found.values(), index.root, min_bytes)
-    placement = None if index.root is None else placement_of(index.root)
-    progress = None if placement is None else placement.progress
+        warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
+    part = is_part(weights.values(), index.root, min_bytes)
     settings = replace(
         chosen.settings(),
         **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
         part=part,
-        outside=bytes_outside(index.root, found.values(), min_bytes, part),
+        outside=bytes_outside(index.root, weights.values(), min_bytes, part),
         cache=DiskPlans.here(),
     )
-    made = _MakeRunner(
+    return _Compiler(
         chosen=chosen,
         settings=replace(settings, likes=_likes(placement, settings)),
         parameters=parameters,
         index=index,
         device=device,
         min_bytes=min_bytes,
-        report=str if progress is None else progress.say,
+        report=str if placement is None or placement.progress is None else placement.progress.say,
     )
-    with dynamo_timed("chunkflow.aot"):
-        compiled = _at_open_sizes(graph, inputs, made, set() if placement is None else placement.fixed)
-    if progress is not None:
-        progress.compiled(p.name for p in parameters)
-    return compiled, made
 
 
 def _at_open_sizes(
-    graph: GraphModule,
-    inputs: Sequence[Any],
-    made: _MakeRunner,
-    fixed: set[tuple[str, ...]],
-) -> Any:
-    """Compile a graph; for the sizes of this call only, if Inductor fails on symbols.
+    graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
+) -> tuple[Callable[..., Any], CompiledGraph]:
+    """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols.
 
     ``fixed``: the names of the weights of graphs on which it has failed, to which this one's are added.
     """
-    names = tuple(p.name for p in made.parameters)
+    names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
         try:
-            return lower_to_aten(graph, inputs, made)
+            return lower_to_aten(graph, inputs, compiler)
         except InductorError as error:
             if not symbols_of([*inputs]):
                 raise
@@ -211,14 +201,14 @@ def _at_open_sizes(
     for value in inputs:
         if isinstance(value, torch.SymInt):
             int(value)  # adds the guard for this size
-    return lower_to_aten(graph, inputs, made)
+    return lower_to_aten(graph, inputs, compiler)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MakeRunner:
-    """Plans, verifies and lowers the ATen graph that AOTAutograd has made of a Dynamo graph.
+class _Compiler:
+    """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
 
-    ``index``: of the model around its weights.  ``report``: called with what is being done.  ``programs``: made so far.
+    ``index``: of the model around its weights.  ``report``: called with what is being done.
     """
 
     chosen: Options
@@ -228,7 +218,6 @@ class _MakeRunner:
     device: torch.device
     min_bytes: int
     report: Callable[[str], object]
-    programs: list[Program] = field(default_factory=list)
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
         with dynamo_timed("chunkflow.program"):
@@ -237,24 +226,24 @@ class _MakeRunner:
     def _runner(self, aten: GraphModule) -> CompiledGraph:
         self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
-        traced = describe_graph(aten, self.parameters, self.index.blocks, self.chosen.lowering != "eager")
-        notes = list[str]()
+        traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager")
+        notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
-        said = list[str]()
-        note_ops_of_others(traced, said.append)
+        note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
         program = stage.program
         assert program is not None and stage.cut is not None
-        self.programs.append(program)
         with dynamo_timed("chunkflow.lowering"):
             regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
+        for note in notes:
+            _log.warning("%s", note)
         code = Code(
             program=program,
             cut=stage.cut,
             settings=self.settings,
             regions=regions,
-            notes=(*_logged(notes), *said),
+            notes=(*notes, *others),
             make=make,
             replan_after=chosen.replan_after,
             folder=folder,
@@ -280,12 +269,6 @@ def _check_options(chosen: Options, device: torch.device) -> None:
         )
     if chosen.lowering == "tensorrt":
         check_tensorrt(device)
-
-
-def _logged(notes: Sequence[str]) -> tuple[str, ...]:
-    for note in notes:
-        _log.warning(note)
-    return tuple(notes)
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
@@ -327,11 +310,7 @@ def run_passes(
     """
     settings = replace(settings, **other)
     run = logged(_timed(stages(traced, settings, pieces=pieces, last=last)), settings.hardware)
-    if dump is None:
-        stage, folder = [*run][-1], None
-    else:
-        stage, folder = write_stages(run, dump, settings.hardware)
-    return stage, folder
+    return ([*run][-1], None) if dump is None else write_stages(run, dump, settings.hardware)
 
 
 def _timed(run: Iterator[Stage]) -> Iterator[Stage]:

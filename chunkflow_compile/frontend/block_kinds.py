@@ -1,7 +1,7 @@
 """Kinds of blocks: modules of one class and one structure, which are compiled once.
 
 The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  Dynamo's guards decide at run time
-whether two blocks share a compilation; what is found here tells how many to expect.
+whether two blocks share a compilation; the kinds here are how many to expect.
 
 A step cache of diffusers puts hooks around blocks, or around modules inside.  A hook has a state of its own in each block,
 which Dynamo would compile into it, again and again.  So hooks stay eager, and what they call is compiled.
@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from chunkflow_compile.model.index import elements, is_called
-from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more of these layers, a part has enough to fuse to be worth Inductor's time: embeddings of diffusers have up to seven.
+# With more of these layers, a part may have enough to fuse: embeddings of diffusers have up to seven.
 _MOST_LAYERS = 8
 
 
@@ -45,19 +43,19 @@ class Kind:
 def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks: name -> module.  Of a list, those are the elements of a class that it has twice or more, with
     weights."""
-    found: dict[str, nn.Module] = {}
+    repeated: dict[str, nn.Module] = {}
     for prefix, blocks in _lists(root, ""):
         count = Counter(type(block) for block in blocks.values())
-        found |= {
+        repeated |= {
             f"{prefix}.{name}": block
             for name, block in blocks.items()
             if count[type(block)] > 1 and any(True for _ in leaves_of(block))
         }
-    return found
+    return repeated
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """The outermost modules with large weights beside the blocks, which have no block inside: name -> module."""
+    """The outermost modules with large weights outside the blocks, which have no block inside: name -> module."""
     inside = {id(block) for block in blocks}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -72,49 +70,11 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
     return dict(walk(root, ""))
 
 
-def layers_of(part: nn.Module, min_bytes: int, name: str = "") -> dict[str, nn.Module] | None:
-    """The layers of torch that have all large weights of a part of a model: name -> layer.
-
-    They run op by op: in one layer is nothing to fuse, and Inductor would take as long for it as for a block.
-    None if other code reads one of the weights, or if there are more than :data:`_MOST_LAYERS`.
-    """
-    layers = _layers(part, min_bytes, name)
-    return None if layers is None or len(layers) > _MOST_LAYERS else layers
-
-
-def _layers(part: nn.Module, min_bytes: int, name: str) -> dict[str, nn.Module] | None:
-    if not _large(part, min_bytes):
-        return {}
-    if hook_registry(part) is not None or "forward" in part.__dict__ or hasattr(type(part), "chunkflow_aside"):
-        return None
-    if _is_layer(part):
-        return {name: part}
-    own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-    of_torch = type(part).__module__.startswith("torch.nn.") and not isinstance(part, nn.Sequential)
-    if any(t.nbytes >= min_bytes for _, t in own) or (of_torch and is_called(part)):
-        return None
-    if is_called(part) and {"weight", "bias"} & set(names_read(type(part))):  # perhaps those of a layer
-        return None
-    layers = dict[str, nn.Module]()
-    for child, module in part.named_children():
-        inside = _layers(module, min_bytes, f"{name}.{child}".lstrip("."))
-        if inside is None:
-            return None
-        layers |= inside
-    return layers
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is one of :data:`_LAYERS` with plain weights, or a subclass that has the same forward."""
-    return (
-        any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _LAYERS)
-        and not module._modules
-        and not any(True for _ in module.buffers(recurse=False))
-        and all(
-            (p.kind if isinstance(p, HostWeight) else type(p)) in (nn.Parameter, torch.Tensor)
-            for p in module.parameters(recurse=False)
-        )
-    )
+def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
+    """Whether a part of a model is not worth Inductor's time: a few layers of torch have all its large weights."""
+    own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
+    large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
+    return len(large) <= _MOST_LAYERS and all(isinstance(m, _LAYERS) for m in large)
 
 
 def caching_hook(module: nn.Module) -> Any:
@@ -142,16 +102,16 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
     """What to compile of the blocks: each whole, or its parts if one inside has a caching hook: name -> module."""
-    found = dict[str, nn.Module]()
+    compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
         hooked = {n: m for n, m in block.named_modules() if n and caching_hook(m) is not None and not _hooks_inside(m)}
         if not hooked:
-            found[name] = block
+            compiled[name] = block
             continue
         inside = {n: m for n, m in hooked.items() if _large(m, min_bytes)}
         inside |= parts_of(block, hooked.values(), min_bytes)
-        found |= {f"{name}.{n}": m for n, m in inside.items()}
-    return found
+        compiled |= {f"{name}.{n}": m for n, m in inside.items()}
+    return compiled
 
 
 def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
@@ -165,9 +125,9 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
     """The outermost lists with modules of one class: name, and the elements by theirs.  A stage may hold such lists."""
     for name, child in module.named_children():
-        found = dict(elements(child))
-        if isinstance(child, nn.ModuleList) and len({type(m) for m in found.values()}) < len(found):
-            yield prefix + name, found
+        blocks = dict(elements(child))
+        if isinstance(child, nn.ModuleList) and len({type(m) for m in blocks.values()}) < len(blocks):
+            yield prefix + name, blocks
         else:
             yield from _lists(child, f"{prefix}{name}.")
 
@@ -186,12 +146,9 @@ def structure_of(module: nn.Module) -> object:
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The attributes with another value in each of the modules, or in most, that their code reads."""
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
-    plain = [dict(_attributes(m)) for m in modules]
-    return tuple(
-        name
-        for name in plain[0]
-        if name.rpartition(".")[2] in read and 2 * len({repr(found.get(name)) for found in plain}) > len(modules) > 2
-    )
+    attributes = [dict(_attributes(m)) for m in modules]
+    values = {name: {repr(of_one.get(name)) for of_one in attributes} for name in attributes[0]}
+    return tuple(n for n, v in values.items() if n.rpartition(".")[2] in read and 2 * len(v) > len(modules) > 2)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.frontend.block_kinds import (
     Kind,
     between_hooks,
     caching_hook,
     calls_of_hooks,
     kinds_of,
-    layers_of,
     parts_of,
     repeated_blocks,
+    runs_op_by_op,
     structure_of,
 )
 from chunkflow_compile.frontend.frame import guard_hooks
@@ -146,23 +146,18 @@ def compile_by_kind(
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
         _warn_of_counters(kind)
-    layers, rest = dict[str, nn.Module](), dict[str, nn.Module]()
-    for path, part in parts_of(model, blocks.values(), placement.min_bytes).items():
-        inside = layers_of(part, placement.min_bytes, path)
-        if inside is None:
-            rest[path] = part
-        else:
-            layers |= inside
-    kinds += kinds_of(rest)
+    parts = parts_of(model, blocks.values(), placement.min_bytes)
+    op_by_op = {path: part for path, part in parts.items() if runs_op_by_op(part, placement.min_bytes)}
+    kinds += kinds_of({path: part for path, part in parts.items() if path not in op_by_op})
     said = ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
-    op_by_op = f"; {', '.join(layers)} run op by op" if layers else ""
-    _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, op_by_op)
+    others = f"; {', '.join(op_by_op)} run op by op" if op_by_op else ""
+    _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, others)
     for kind in kinds:
         for module in kind.members.values():
             _compile_module(module, options, dynamic, _with_hooks, levels)
-    for layer in layers.values():
-        _compile_module(layer, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
-    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(layers)))
+    for part in op_by_op.values():
+        _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
+    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)))
     _show_progress(model, placement.progress)
 
 
@@ -245,7 +240,7 @@ def _show_progress(model: nn.Module, progress: CompileProgress) -> None:
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
     """The backend for a part of a model, however much of its weights a frame reads: hooks of its modules are guarded."""
     guard_hooks()
-    return lookup_backend("chunkflow")(graph, inputs, **given)
+    return chunkflow(graph, inputs, **given)
 
 
 _with_hooks.__name__ = "chunkflow"  # torch's errors have it
@@ -260,8 +255,8 @@ def _compile_module(
 ) -> None:
     """Compile a module in place, at its first call.  ``levels``: as in :func:`compile_by_kind`."""
     opened = levels and dynamic is None
-    known = inspect.signature(torch.compile).parameters
-    more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
+    limited = "recompile_limit" in inspect.signature(torch.compile).parameters
+    more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if limited else {}
     more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}}
     more["dynamic"] = False if opened else dynamic
     if (hook := caching_hook(module)) is not None:

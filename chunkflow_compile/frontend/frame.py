@@ -78,18 +78,18 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
         scope: dict[str, Any] = {"L": frame.f_locals, "G": frame.f_globals}
     except AttributeError:  # Dynamo is not at work in this thread
         return []
-    known: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(getattr(node, "_dynamo_source", None), "base", None)
         while source is not None:
             name = str(source.name() if callable(source.name) else source.name)  # a method in some releases
-            if name not in known:
+            if name not in values:
                 try:
-                    known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
+                    values[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
                 except _NO_VALUE:
-                    known[name] = None
+                    values[name] = None
             source = getattr(source, "base", None)
-    return [v for v in known.values() if issubclass(type(v), nn.Module)]
+    return [v for v in values.values() if issubclass(type(v), nn.Module)]
 
 
 def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
@@ -157,8 +157,8 @@ def note_graph_break(graph: GraphModule) -> None:
 
 def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
     """Note the sizes that depend on data, and what the plan takes them for."""
-    if found := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
-        note(f"sizes that depend on data: the plan takes {found}, so its FLOPs, bytes and times are estimates")
+    if guesses := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
+        note(f"sizes that depend on data: the plan takes {guesses}, so its FLOPs, bytes and times are estimates")
 
 
 def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
@@ -196,22 +196,23 @@ def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_byte
 
     ``part``: whether other frames will move the large ones.
     """
-    known = {id(t) for t in read}
-    filled = filled_by(root) if root is not None else {}
-    stay = {
+    if root is None:
+        return 0
+    inputs, filled = {id(t) for t in read}, filled_by(root)
+    outside = {
         id(t): t.nbytes
-        for t in (() if root is None else leaves_of(root))
-        if id(t) not in known
+        for t in leaves_of(root)
+        if id(t) not in inputs
         and not isinstance(t, HostWeight)
         and not (part and (t.nbytes >= min_bytes or id(t) in filled))
     }
-    return sum(stay.values())
+    return sum(outside.values())
 
 
-def refuse_decisions_of_a_rank(root: nn.Module | None, graph: GraphModule) -> None:
+def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
     """Raise ChunkflowError for a step cache of diffusers that skips blocks by what one rank computes, if ranks exchange
     activations in these blocks: one rank could skip an exchange that another waits for."""
-    names = {name for m in (() if root is None else root.modules()) for name in hooks_of(m)}
+    names = {name for m in root.modules() for name in hooks_of(m)}
     if _DECIDES_BY_VALUES & names and any(_is_exchange(node) for node in graph.graph.nodes):
         raise ChunkflowError(
             "FirstBlockCache compares activations, of which each rank has its own part, so the ranks may decide otherwise "
@@ -259,10 +260,10 @@ def refuse_gradients(inputs: Sequence[Any]) -> None:
 
 def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
     """Fix the symbolic sizes of weights, and those that are no input of the graph.  int() adds the guard for that."""
-    known = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
-    mine = {id(weight) for weight in weights}
+    symbols = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
+    fixed = {id(weight) for weight in weights}
     for value in inputs:
-        if isinstance(value, torch.Tensor) and (id(value) in mine or not symbols_of(value) <= known):
+        if isinstance(value, torch.Tensor) and (id(value) in fixed or not symbols_of(value) <= symbols):
             for size in (*value.shape, *value.stride()):
                 int(size)
 

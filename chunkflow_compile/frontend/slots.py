@@ -21,8 +21,8 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a class that was made here: the class that it was made of.
-MADE_OF = "_chunkflow_plain"
+# Attribute of a class that :func:`like` describes: the class that it is made of.
+_PLAIN = "_chunkflow_plain"
 
 
 class Sizes:
@@ -41,7 +41,7 @@ class Sizes:
 
 
 class Slotted(nn.Module):
-    """What a LoRA layer of PEFT does with slots; the first base of the class that :func:`made_of` makes of the layer's own.
+    """What a LoRA layer of PEFT does with slots; the first base of the class that :func:`slotted` makes of the layer's own.
 
     ``slots``: A, [rank, in], and B, [out, rank], of each slot, one after the other in one flat tensor: one weight of a plan.
     ``scale``: of each slot, the bits of a float32, which no cast of the model changes.
@@ -78,11 +78,10 @@ class Slotted(nn.Module):
         x = x.to(self.slots.dtype)
         for slot in range(len(scale)):
             a, b = self._views(self.slots, slot)
-            found = F.linear(F.linear(x, a), b)
-            wide = (
-                found if found.dtype == torch.float64 else found.float()
-            )  # PEFT's scale is a number, and is not rounded
-            result = result + (wide * scale[slot]).to(found.dtype)
+            delta = F.linear(F.linear(x, a), b)
+            # PEFT's scale is a number, and is not rounded
+            wide = delta if delta.dtype == torch.float64 else delta.float()
+            result = result + (wide * scale[slot]).to(delta.dtype)
         return result.to(dtype)
 
     def _views(self, slots: Any, slot: int) -> tuple[Any, Any]:
@@ -114,16 +113,16 @@ class Slotted(nn.Module):
             return
         if peft._disable_adapters and peft.merged_adapters:  # as PEFT's forward does
             peft.unmerge()
-        found = [*self._active()]
-        held = tuple((*_state(a), *_state(b), scale) for _, a, b, scale in found)
+        active = [*self._active()]
+        held = tuple((*_state(a), *_state(b), scale) for _, a, b, scale in active)
         if held == self._held:
             return
-        for name, a, b, _ in found:
+        for name, a, b, _ in active:
             self._check(name, a, b)
         weight, count = self.slots, len(self.scale)
-        if len(found) > count:
+        if len(active) > count:
             raise ChunkflowError(
-                f"{len(found)} adapters are active and there are {count} slots: call set_adapter() again."
+                f"{len(active)} adapters are active and there are {count} slots: call set_adapter() again."
             )
         placed = isinstance(weight, HostWeight)
         with (
@@ -132,15 +131,15 @@ class Slotted(nn.Module):
             torch.no_grad(),
         ):
             host = weight.host if placed else weight
-            before = [known[:-1] for known in self._held]
+            before = [state[:-1] for state in self._held]
             for slot in range(count):
                 now = held[slot][:-1] if slot < len(held) else None
                 if now != (before[slot] if slot < len(before) else None):
-                    self._write(host, slot, *(found[slot][1:3] if now else (None, None)))
-            scales = [scale for *_, scale in found] + [0.0] * (count - len(found))
+                    self._write(host, slot, *(active[slot][1:3] if now else (None, None)))
+            scales = [scale for *_, scale in active] + [0.0] * (count - len(active))
             self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
             # the weights are kept, because one that was freed may leave its id and its memory to another
-            self._held, self._alive = held, [(a, b) for _, a, b, _ in found]
+            self._held, self._alive = held, [(a, b) for _, a, b, _ in active]
 
     def _check(self, name: str, a: Any, b: Any) -> None:
         if a.is_meta or b.is_meta:
@@ -217,8 +216,8 @@ class Slotted(nn.Module):
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """On the device of the base weight, for merging."""
         peft: Any = self
-        found: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
-        return found.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
+        delta: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
+        return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Adapters stay in host memory, where the slots are filled from."""
@@ -239,16 +238,16 @@ def _state(weight: Any) -> tuple[int, int, int]:
 
 
 def _kind(layer: Any, name: str) -> str | None:
-    """What an adapter is beside a plain LoRA, None if it is one."""
+    """What an adapter is if not a plain LoRA, None if it is one."""
     if (variant := layer.lora_variant.get(name)) is not None:
         return type(variant).__name__.removesuffix("LinearVariant")
     return "lora_bias" if layer.lora_bias.get(name) else None
 
 
 @cache
-def made_of(cls: type) -> type:
+def slotted(cls: type) -> type:
     """The class of a layer of PEFT with slots, of the same name."""
-    return type(cls.__name__, (Slotted, cls), like(cls, made_of))
+    return type(cls.__name__, (Slotted, cls), like(cls, slotted))
 
 
 def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
@@ -258,16 +257,16 @@ def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__reduce_ex__": lambda self, protocol: (_empty, (make, cls), self.__dict__),
-        MADE_OF: cls,
+        _PLAIN: cls,
     }
 
 
 def plain(cls: type) -> type:
     """The class that a class was made of; any other as it is."""
-    found: type = vars(cls).get(MADE_OF, cls)
-    return found
+    base: type = vars(cls).get(_PLAIN, cls)
+    return base
 
 
 def _empty(make: Callable[[type], type], cls: type) -> Any:
-    made: Any = make(cls)
-    return made.__new__(made)
+    kind: Any = make(cls)
+    return kind.__new__(kind)

@@ -42,16 +42,16 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
     ``min_bytes``: smaller parameters are not streamed.  Model and inputs may be fake tensors, because no values are
     read.  The model must trace into one graph.
     """
-    index, found = ModelIndex.of(model), list[Traced]()
+    index, traced = ModelIndex.of(model), list[Traced]()
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
         parameters = describe_parameters(example_inputs, index, min_bytes)
 
         def compiler(aten: GraphModule, _: Sequence[Any]) -> Any:
-            found.append(describe_graph(aten, parameters, index.blocks))
+            traced.append(describe_graph(aten, parameters, index.blocks))
             return _stop
 
-        return lower_to_aten(graph, example_inputs, compiler)
+        return lower_to_aten(graph, example_inputs, compiler)[0]
 
     # each trace is one more compilation of the same code, which no later call uses
     limits = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
@@ -60,34 +60,37 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
         except _TracedError:
             large = large_weights([model], index, min_bytes)
-            return replace(found[-1], large=tuple((index.names[id(w)][0], w.nbytes) for w in large))
+            return replace(traced[-1], large=tuple((index.names[id(w)][0], w.nbytes) for w in large))
     raise AssertionError("a traced graph is never run")
 
 
 def lower_to_aten(
     graph: GraphModule, example_inputs: Sequence[Any], compiler: Callable[[GraphModule, Sequence[Any]], Any]
-) -> Any:
-    """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call."""
+) -> tuple[Callable[..., Any], Any]:
+    """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call, and what
+    ``compiler`` has returned, which that function calls."""
     cached = torch._functorch.config.enable_autograd_cache
     autocast = torch._C._is_any_autocast_enabled()  # off while it compiles, and by the wrapper
-    on_device, alone = as_on_device(example_inputs), list[Callable[[list[Any]], Any]]()
+    on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
         with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions, which it lowers
-            return compiler(aten, inputs)
+            compiled.append(compiler(aten, inputs))
+        return compiled[-1]
 
     def inference(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        compiled = uncached(aten, inputs)
-        if not autocast and _needs_no_wrapper(graph, on_device, inputs):
-            alone.append(compiled)
-        return compiled
+        nonlocal direct
+        uncached(aten, inputs)
+        direct = not autocast and _needs_no_wrapper(graph, on_device, inputs)
+        return compiled[-1]
 
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         # uncached: of a graph with gradients, which the model's forward has turned on
         compilers: dict[str, Any] = {"fw_compiler": uncached, "inference_compiler": inference}
         wrapped = aot_module_simplified(graph, on_device, **compilers)
-    return (lambda *inputs: alone[0]([*inputs])) if alone else wrapped
+    boxed = compiled[-1]
+    return (lambda *inputs: boxed([*inputs])) if direct else wrapped, boxed
 
 
 def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence[Any]) -> bool:
@@ -113,16 +116,11 @@ def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
 
-    def stand_in(weight: torch.Tensor) -> torch.Tensor:
+    def fake(weight: torch.Tensor) -> torch.Tensor:
         with mode or contextlib.nullcontext():
             return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
 
-    def replaced(value: Any) -> Any:
-        if not any(isinstance(leaf, HostWeight) for _, leaf in leaves(value)):
-            return value
-        return with_leaves(value, stand_in)
-
-    return [replaced(value) for value in inputs]
+    return [with_leaves(v, fake) if any(isinstance(t, HostWeight) for _, t in leaves(v)) else v for v in inputs]
 
 
 def describe_graph(
@@ -145,11 +143,11 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
 
     ``min_bytes``: smaller ones stay on the device.
     """
-    found = [_parameter_at(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
-    taken = Counter(p.name for p in found)
+    parameters = [_parameter_at(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
+    uses = Counter(p.name for p in parameters)
     return [
-        p if taken[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
-        for p in found
+        p if uses[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
+        for p in parameters
     ]
 
 

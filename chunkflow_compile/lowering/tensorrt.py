@@ -82,8 +82,8 @@ def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -
     import torch
 
     def call(*args: torch.Tensor) -> Sequence[torch.Tensor]:
-        found = engine(*(a.contiguous() for a in args))
-        outputs = [found] if isinstance(found, torch.Tensor) else [*found]
+        result = engine(*(a.contiguous() for a in args))
+        outputs = [result] if isinstance(result, torch.Tensor) else [*result]
         return [o if o.stride() == s else _empty_like(o, s).copy_(o) for o, s in zip(outputs, strides, strict=True)]
 
     return call

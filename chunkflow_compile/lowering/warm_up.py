@@ -1,4 +1,4 @@
-"""What Inductor does once in a process for the CPU, in a thread beside tracing.
+"""What Inductor does once in a process for the CPU, in a thread while the model is traced.
 
 It finds the vector instructions, and precompiles the header of its kernels.  With empty caches, both run the C++ compiler for
 half of the first step, and with full ones the search still starts a process for each candidate.
@@ -37,20 +37,20 @@ def vector_instructions() -> cpu_vec_isa.VecISA:
 @functools.cache
 def _started() -> threading.Event:
     """Start the thread.  The event is set when the instructions are found."""
-    found = threading.Event()
+    searched = threading.Event()
     context = contextvars.copy_context()  # Inductor's configuration may be part of it
-    threading.Thread(target=context.run, args=(_run, found), name="chunkflow-warm-up", daemon=True).start()
-    return found
+    threading.Thread(target=context.run, args=(_run, searched), name="chunkflow-warm-up", daemon=True).start()
+    return searched
 
 
-def _run(found: threading.Event) -> None:
+def _run(searched: threading.Event) -> None:
     with contextlib.suppress(Exception):  # it recurs, and is reported, when Inductor needs the result
         try:
             if _has_strongest() or (remove_torn() and _has_strongest()):
                 with config.patch({"cpp.vec_isa_ok": True}):  # the weaker ones, which are parts of it, need no search
                     cpu_vec_isa.valid_vec_isa_list()
         finally:
-            found.set()
+            searched.set()
         CppPythonBindingsCodeCache.load_pybinding_async(["float*"], _KERNEL)  # its header: the kernel is not compiled
 
 
@@ -62,12 +62,12 @@ def _strongest_is_taken() -> bool:
 def _has_strongest() -> bool:
     """Whether a probe finds the first candidate, now."""
     for isa in (candidates := _of_this_cpu()[:1]):
-        for cls in type(isa).__mro__:  # they remember what they found
+        for cls in type(isa).__mro__:  # they remember the answer
             for name in ("__bool__", "_VecISA__bool__impl"):
                 getattr(vars(cls).get(name), "cache_clear", lambda: None)()
     return any(candidates)
 
 
 def _of_this_cpu() -> list[cpu_vec_isa.VecISA]:
-    known = cpu_vec_isa.x86_isa_checker()
-    return [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in known for flag in str(isa).split())]
+    flags = cpu_vec_isa.x86_isa_checker()
+    return [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]

@@ -1,4 +1,4 @@
-"""Layers of torch outside the blocks: they run op by op on the weights in the arena, and whatever changes is noticed."""
+"""Parts outside the blocks that are a few layers of torch: they run op by op, and whatever changes is noticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, programs, restore
-from chunkflow_compile.frontend.block_kinds import layers_of
+from chunkflow_compile.frontend.block_kinds import runs_op_by_op
 from chunkflow_compile.frontend.compile import uncompile
 
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager", "min_bytes": 64}
@@ -34,15 +34,15 @@ class Embedder(nn.Module):
         return self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Reads(nn.Module):
-    """A layer whose weight is read by other code than its own."""
+class Own(nn.Module):
+    """A weight outside layers of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.inner.weight)
+        return x @ self.table
 
 
 class Same(nn.Linear):
@@ -54,10 +54,10 @@ class Embedded(Stack):
 
     def __init__(self) -> None:
         super().__init__(3)
-        self.before, self.embedder, self.reads, self.after = nn.Linear(8, 8), Embedder(), Reads(), Same(8, 8)
+        self.before, self.embedder, self.own, self.after = nn.Linear(8, 8), Embedder(), Own(), Same(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(super().forward(self.reads(self.embedder(self.before(input=x)))))
+        return self.after(super().forward(self.own(self.embedder(self.before(input=x)))))
 
 
 def pair() -> tuple[Any, Any]:
@@ -65,17 +65,17 @@ def pair() -> tuple[Any, Any]:
     return chunkflow_compile.compile(model, **EAGER), twin
 
 
-def test_layers_stream_and_run_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_stream_and_run_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
     """Inputs of other sizes, strides and dtypes too; gradients and inputs on other devices are refused."""
     caplog.set_level(logging.INFO, "chunkflow_compile.frontend.compile")
     model, twin = pair()
-    layers = ["embed", "head", "before", "embedder.up", "embedder.down", "after"]  # the norm's weights are small
-    parts = f"Block (3), Reads (1); {', '.join(layers)} run op by op"
-    assert [r.message for r in caplog.records] == [f"Embedded is compiled by kind: {parts}"]
+    parts = ["embed", "head", "before", "embedder", "after"]
+    said = f"Embedded is compiled by kind: Block (3), Own (1); {', '.join(parts)} run op by op"
+    assert [r.message for r in caplog.records] == [said]
     check_steps(model, twin, 4)
-    assert graphs() == 2 + len(layers), "one block, the part that reads a weight itself, and the layers"
+    assert graphs() == 2 + len(parts)
     (cycle,) = cycles(model)
-    assert len(cycle.cycle.calls) == 3 + 1 + len(layers)
+    assert len(cycle.cycle.calls) == 3 + 1 + len(parts)
     newest = cycle.measurements[-1]
     assert newest.primed_bytes == 0 and newest.moved_bytes == cycle.cycle.plan.moved_bytes > 0
     assert {"before.weight", "embedder.up.weight"} <= {w.name for w in cycle.cycle.plan.streamed}
@@ -154,18 +154,7 @@ def test_a_layer_that_writes_its_weight() -> None:
     assert torch.equal(model[1].weight.cpu(), twin[1].weight), "only the rows that were read"
 
 
-def test_what_is_no_such_layer() -> None:
-    class Own(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    hooked = nn.Linear(8, 8)
-    hooked._diffusers_hook = object()  # type: ignore[assignment]
-    wrapped = nn.Linear(8, 8)
-    wrapped.forward = lambda x: x  # type: ignore[method-assign]
-    parts = (Own(8, 8), hooked, wrapped, nn.MultiheadAttention(8, 2), nn.LSTM(8, 8), Reads(), nn.BatchNorm1d(64))
-    for part in parts:
-        assert layers_of(part, 64) is None, type(part)
-    assert layers_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 64, "part")
-    assert layers_of(nn.ReLU(), 64) == {}
-    assert layers_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), 64) is None, "many to fuse"
+def test_which_parts_run_op_by_op() -> None:
+    few, many = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)), nn.ReLU()) for n in (8, 9))
+    assert all(runs_op_by_op(part, 64) for part in (Embedder(), Same(8, 8), few))
+    assert not any(runs_op_by_op(part, 64) for part in (Own(), nn.LSTM(8, 8), nn.MultiheadAttention(8, 2), many))
