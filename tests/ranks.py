@@ -57,6 +57,8 @@ def as_rank(rank: int, world: int, meeting: str, work: Callable[..., None], args
     try:
         with torch.no_grad():
             work(rank, *args)
+        if dist.is_initialized():
+            dist.barrier()  # gloo fails on a rank that still connects to one that has ended
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

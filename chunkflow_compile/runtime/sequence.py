@@ -211,7 +211,6 @@ class Sequence:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._names = [{id(buffers[n]): n for n in call.names.values() if n in buffers} for call in calls]
         # of each call, the versions of its weights that it ran on
         self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
         self.times = Passes(cycle)
@@ -293,13 +292,12 @@ class Sequence:
         """
         seen = self._seen[number] == call.versions
         if not seen:
-            self._renew([self._name(buffer, number) for buffer in call.buffers.values()])
+            self._renew([*self._names(call, number).values()])
         executor = self._executors[number].get(call)
         if executor is None:
             executor = self._executors[number][call] = self._make(call, number)
         if not seen:
-            names = (self._name(buffer, number) for buffer in call.buffers.values())
-            executor.rewritten |= dict(zip(names, call.versions, strict=True))
+            executor.rewritten |= dict(zip(self._names(call, number).values(), call.versions, strict=True))
             self._seen[number] = call.versions
         return executor
 
@@ -346,7 +344,7 @@ class Sequence:
 
     def _make(self, call: Call, number: int) -> Executor:
         cycle, marks, placed = self.cycle, self._marks, self.calls[number]
-        names = {name: self._name(buffer, number) for name, buffer in call.buffers.items()}
+        names = self._names(call, number)
         # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
         # projections of queries and keys may
         if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
@@ -372,9 +370,17 @@ class Sequence:
             verify_call(self.cycle, number, program, self._marks, marks, self._proved)
         return program, marks
 
-    def _name(self, buffer: HostBuffer, number: int) -> str:
-        """The name in the cycle of a weight of a call."""
-        return self._names[number][id(buffer)]
+    def _names(self, call: Call, number: int) -> dict[str, str]:
+        """The names in the cycle of the weights of a call.  A buffer has several if parameters were tied after compiling."""
+        placed = self.calls[number].names
+        of_buffer: dict[int, list[str]] = {}
+        for name in placed.values():
+            if name in self._refs:
+                of_buffer.setdefault(id(self._refs[name]()), []).append(name)
+        return {
+            name: placed[name] if placed.get(name) in (names := of_buffer[id(buffer)]) else names[0]
+            for name, buffer in call.buffers.items()
+        }
 
     def _bound(self, call: Call) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
