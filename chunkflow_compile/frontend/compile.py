@@ -139,7 +139,7 @@ def compile_by_kind(
         warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        _compile_module(model, options, dynamic, {})
+        _compile_module(model, options, dynamic)
         placement.progress = CompileProgress(name, 1)
         _show_progress(model, placement.progress)
         return
@@ -159,10 +159,9 @@ def compile_by_kind(
     _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, beside)
     for layer in layers.values():
         layer.forward = LayerForward(layer, options)
-    codes = dict[Callable[..., Any], CodeType]()
     for kind in kinds:
         for module in kind.members.values():
-            _compile_module(module, options, dynamic, codes, _with_hooks, levels)
+            _compile_module(module, options, dynamic, _with_hooks, levels)
     placement.progress = CompileProgress(name, len(kinds) + len(layers))
     _show_progress(model, placement.progress)
 
@@ -252,12 +251,10 @@ def _compile_module(
     module: nn.Module,
     options: Mapping[str, Any],
     dynamic: bool | None,
-    codes: dict[Callable[..., Any], CodeType],
     backend: str | Callable[..., Any] = "chunkflow",
     levels: bool = False,
 ) -> None:
-    """Compile a module in place, at its first call.  ``codes``: of the calls of torch's own modules, by their forward; it is
-    added to.  ``levels``: as in :func:`compile_by_kind`."""
+    """Compile a module in place, at its first call.  ``levels``: as in :func:`compile_by_kind`."""
     opened = levels and dynamic is None
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
@@ -271,8 +268,7 @@ def _compile_module(
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
-        # Dynamo finds, counts and keeps compilations by code: modules that have one forward share one.
-        called.__code__ = codes.setdefault(type(module).forward, called.__code__.replace())
+        called.__code__ = _code_of_calls(type(module).forward)
         module._compiled_call_impl = torch.compile(called, **more)
     if opened and (call := module._compiled_call_impl) is not None:
         module._compiled_call_impl = Opened(call)
@@ -284,6 +280,12 @@ def _through(call: Callable[..., Any]) -> FunctionType:
 
     assert isinstance(called, FunctionType)
     return called
+
+
+@functools.cache  # of the process, as Dynamo's own: another model of the class runs what was compiled
+def _code_of_calls(forward: Callable[..., Any]) -> CodeType:
+    """Code for the calls of modules that have one ``forward``: Dynamo finds, counts and keeps compilations by code."""
+    return _through(forward).__code__.replace()
 
 
 def _warn_of_counters(kind: Kind) -> None:
