@@ -285,7 +285,7 @@ def _calling(module: nn.Module) -> FunctionType:
     return called
 
 
-@functools.cache
+@functools.cache  # of the process, as Dynamo's own: another model of the class runs what was compiled
 def _copy(code: CodeType, structure: object) -> CodeType:
     """One copy of a code for each structure: Dynamo finds, counts and keeps compilations by code."""
     return code.replace()
