@@ -12,7 +12,7 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are at on
 * FILE_WRITTEN: the same mapping, of which a tensor of a state_dict has written pages, which are this process's now.
 
 :class:`WeightLoader` chooses the first place.  From there bytes move one way, to OWN, at the same address, so that views stay
-views: ``make_private``, before a write, before pages that may change are pinned, and when the weight is restored.  A weight
+views: ``make_private``, before a write, before pages that may change are pinned, and when a shared one is restored.  A weight
 that gets other memory (``p.data = ...``) gets another HostBuffer.
 
 Copies of the values, none of which is written by anybody but its maker:

@@ -67,7 +67,7 @@ class Node:
         """
         report = json.dumps((value, None if error is None else _cause(error)))
         mine = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gathered(torch.tensor([mine.numel()]))]
+        sizes = [int(size) for size in self._gathered(torch.tensor([mine.numel()], device="cpu"))]
         padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
         reports = [bytes(each[:size].tolist()) for each, size in zip(self._gathered(padded), sizes, strict=True)]
         values, causes = zip(*map(json.loads, reports), strict=True)
@@ -120,8 +120,8 @@ class Node:
         except RuntimeError as error:
             self._gloo = None
             raise ChunkflowError(
-                f"One of {numbers(self.ranks)} has ended, or does not answer, while the weights were placed: rank "
-                f"{self.rank} lost it ({first_line(error)}). Look at the errors of these ranks, and start all of them again."
+                f"One of {numbers(self.ranks)} has ended, or does not answer, while the weights were placed (seen by rank "
+                f"{self.rank}: {first_line(error)}). Look at the errors of these ranks, and start all of them again."
             ) from error
 
 

@@ -54,9 +54,13 @@ def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]
     def place(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
         weights = list(model.named_parameters())
         dtype_of = keep_dtype if {p.dtype for _, p in weights} == {dtype} else cast_to(dtype, model)
-        loader = WeightLoader(CPU, weights, dtype_of, pages=True, node=node_of(share, CPU))
-        made = [loader.place(name, p).host for name, p in weights]
-        loader.finish()
+        node = node_of(share, CPU)
+        loader = WeightLoader(CPU, weights, dtype_of, pages=True, node=node)
+        placed = [loader.place(name, p) for name, p in weights]
+        if node is not None:
+            node.gather(None)  # until all ranks have written
+        made = [(h or loader.placed(name, p)).host for h, (name, p) in zip(placed, weights, strict=True)]
+        loader.report()
         loader.close()
         give_free_memory_back()
         return made

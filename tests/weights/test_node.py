@@ -147,7 +147,7 @@ def test_an_interrupted_rank_waits_for_none() -> None:
         leaves(nodes[1], interrupt)
     for n, error in zip(nodes[::2], together(nodes[::2], lambda n: leaves(n, interrupt)), strict=True):
         assert re.match(
-            rf"One of ranks 0, 1, 2 has ended, .* placed: rank {n.rank} lost it \(.*start all of", str(error)
+            rf"One of ranks 0, 1, 2 has ended, .* placed \(seen by rank {n.rank}: .*start all of", str(error)
         )
 
 
