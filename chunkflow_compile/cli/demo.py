@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {n: v for n in ("layers", "frames") if (v := getattr(arguments, n)) is not None}
     if min([arguments.steps, *given.values()]) < 1:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
-    dump = _made_folder(arguments.dump)
+    dump = _dump_folder(arguments.dump)
     records: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
         sized = replace(regime, size=replace(regime.size, **given))
@@ -59,7 +59,7 @@ def _arm_ratio(record: BenchRecord, arm: str, base: str) -> str:
     return f"{median(rounds):.2f} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 
-def _made_folder(dump: str | None) -> Path:
+def _dump_folder(dump: str | None) -> Path:
     """Create the folder before minutes of work.  Raises ChunkflowError if it cannot be written."""
     try:
         return check_folder(dump or tempfile.mkdtemp(prefix="chunkflow-demo-"))
