@@ -85,7 +85,10 @@ def link_error(link: LinkEmulation) -> LinkError:
     """Measure ``link`` on private ports.  On a shared port, the traffic of other ranks would appear as an error."""
     link = replace(link, shared="", latency_s=0.0)
     count = max(4, round(_TRANSFERS_S * link.bandwidth / _TRANSFER))
-    return LinkError(link.bandwidth, chain(Port(link), "copy", count), together(Port(link), count))
+    copies, port = chain(Port(link), "copy", count), Port(link)
+    with ThreadPoolExecutor(len(LANES)) as threads:
+        lanes = threads.map(lambda lane: chain(port, lane, count), LANES)
+        return LinkError(link.bandwidth, alone=copies, shared=sum(lanes))
 
 
 def chain(port: Port, lane: LaneName, count: int) -> float:
@@ -94,9 +97,3 @@ def chain(port: Port, lane: LaneName, count: int) -> float:
     for _ in range(count):
         since = port.send(lane, _TRANSFER, since)
     return count * _TRANSFER / (since - start)
-
-
-def together(port: Port, count: int) -> float:
-    """Bytes/s of all lanes in sum, while all of them send."""
-    with ThreadPoolExecutor(len(LANES)) as threads:
-        return sum(threads.map(lambda lane: chain(port, lane, count), LANES))

@@ -33,8 +33,8 @@ def run_job(job: Job) -> list[RankRun]:
         check_installed("The model that is measured", "diffusers")
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, folder=folder)
-        if job.link is not None:
-            job = replace(job, link=replace(job.link, shared=str(Path(folder) / "port") if job.link.shared else ""))
+        if job.link is not None and job.link.shared:
+            job = replace(job, link=replace(job.link, shared=f"{folder}/port"))
         try:
             spawn(_run_rank, (job,), nprocs=job.processes)
         except ProcessException as error:

@@ -48,7 +48,7 @@ COMPUTE_STEPS = 4
 # Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
 CALIBRATION = 3
 # The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
-_LEAST_BESIDE = 0.05
+_LEAST_COPYING = 0.05
 
 
 def count_steps(job: Job) -> int:
@@ -390,7 +390,7 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
         sum(resident_s for _, resident_s in pairs),
     )
     copied_s = sum(arm.copying * resident_s for arm, resident_s in pairs)
-    return max(1.0, 1 + more / copied_s) if copied_s > _LEAST_BESIDE * base else 1.0
+    return max(1.0, 1 + more / copied_s) if copied_s > _LEAST_COPYING * base else 1.0
 
 
 def _relative_difference(value: torch.Tensor, right: torch.Tensor) -> float:

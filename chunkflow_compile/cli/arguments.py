@@ -30,12 +30,12 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the
     drive.
     """
-    add, known = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
+    add, models = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
     parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=())
     if or_plan:
-        add("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
+        add("model", metavar="MODEL|PLAN", help=f"{models}; or a plan file")
     else:
-        add("model", metavar="MODEL", help=known)
+        add("model", metavar="MODEL", help=models)
     add("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
     branches = "2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)"
     add("--cfg-parallel", type=int, default=1, metavar="N", help=branches)
@@ -56,10 +56,10 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     yields = "how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)"
     add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
     if or_blocks:
-        alone = (
+        regional = (
             "the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted"
         )
-        add("--regional", action="store_true", help=alone)
+        add("--regional", action="store_true", help=regional)
         rest = "most bytes of the weights in host memory, such as 24GiB; the rest is on the drive"
         add("--host-memory", metavar="SIZE", help=rest)
         add("--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)")
@@ -75,8 +75,8 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
 
 
 def add_hardware(parser: argparse.ArgumentParser, default: str) -> None:
-    known = f"{', '.join(profile_names())}, a JSON file, or measured (default {default})"
-    parser.add_argument("--hardware", metavar="HW", help=known)
+    profiles = f"{', '.join(profile_names())}, a JSON file, or measured (default {default})"
+    parser.add_argument("--hardware", metavar="HW", help=profiles)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +96,7 @@ def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str)
 
 def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
     """The sizes that a user has set, by their names."""
-    found = {name: getattr(arguments, name, None) for name in SIZES}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in vars(arguments).items() if name in SIZES and value is not None}
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:

@@ -43,13 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         check_picture(arguments.picture)
     job = _job(arguments)
-    ranks = run_job(job)
-    found = summarise(job, ranks)
-    say(arguments, f"{conditions(job, found)}\n\n{bench_table(found)}")
+    result = summarise(job, run_job(job))
+    say(arguments, f"{conditions(job, result)}\n\n{bench_table(result)}")
     if arguments.picture:
-        draw_arms(found.record, found.predicted, Path(arguments.picture))
-    write_json(arguments, found.to_json())
-    return 0 if all(arm.equal_to_resident is not False for arm in found.record.arms.values()) else 1
+        draw_arms(result.record, result.predicted, Path(arguments.picture))
+    write_json(arguments, result.to_json())
+    return 0 if all(arm.equal_to_resident is not False for arm in result.record.arms.values()) else 1
 
 
 def _job(arguments: argparse.Namespace) -> Job:

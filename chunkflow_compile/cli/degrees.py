@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from chunkflow_compile.cli import target
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .output import Progress, say, write_json
+from .target import load_and_plan
 
 # A higher degree pays if its ranks do at least this share of what they would do on generations of their own.
 ENOUGH = 0.7
@@ -37,59 +37,59 @@ class Degree:
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Plan for each degree, and print the table and the sentence."""
-    degrees = _degrees(arguments.sweep_ulysses)
+    numbers = _degrees(arguments.sweep_ulysses)
     if arguments.ulysses != 1 or arguments.policy != "all":
         raise ChunkflowError(
             "--sweep-ulysses plans policy chunkflow at its own degrees: leave out --ulysses and --policy."
         )
-    progress = Progress(2 * len(degrees))
-    found, work = list[Degree](), dict[int, int]()
-    for degree in reversed(degrees):  # the highest is the one that may not divide the heads
+    progress = Progress(2 * len(numbers))
+    degrees, work = list[Degree](), dict[int, int]()
+    for degree in reversed(numbers):  # the highest is the one that may not divide the heads
         # fewer ranks than nodes, as that of degree 1, are one on each
         given = argparse.Namespace(**{**vars(arguments), "ulysses": degree, "nodes": min(degree, arguments.nodes)})
-        made, plan = target.load_and_plan(given, progress)
+        target, plan = load_and_plan(given, progress)
         assert plan.predicted is not None
-        work[degree] = sum(region.cost.flops for region in made.problem.regions)
-        found.append(
+        work[degree] = sum(region.cost.flops for region in target.problem.regions)
+        degrees.append(
             Degree(
                 degree=degree,
-                step_s=plan.predicted.step_s * made.forwards,
-                collective_s=plan.predicted.collective_s * made.forwards,
+                step_s=plan.predicted.step_s * target.forwards,
+                collective_s=plan.predicted.collective_s * target.forwards,
                 device_bytes=plan.device_bytes,
-                host_bytes=made.problem.total_bytes,
+                host_bytes=target.problem.total_bytes,
             )
         )
-    found.reverse()
+    degrees.reverse()
     _note_undivided(arguments.model, work)
-    say(arguments, f"{made.title}, simulated on {made.machine}, {made.calls}\n")
+    say(arguments, f"{target.title}, simulated on {target.machine}, {target.calls}\n")
     rows = [
         (
             d.degree,
             f"{d.step_s:.3f} s",
-            f"{found[0].step_s / d.step_s:.2f}",
-            f"{100 * d.share(found[0]):.0f} %",
+            f"{degrees[0].step_s / d.step_s:.2f}",
+            f"{100 * d.share(degrees[0]):.0f} %",
             f"{100 * d.collective_s / d.step_s:.0f} %",
             size(d.device_bytes),
             size(d.host_bytes),
         )
-        for d in found
+        for d in degrees
     ]
     headers = ("degree", "step", "faster", "of each rank", "in collectives", "weights on a device", "host memory")
     say(arguments, tabulate(rows, headers=headers))
-    sentence = recommended(found)
+    sentence = recommended(degrees)
     say(arguments, f"\n{sentence}")
-    write_json(arguments, {"model": made.title, "degrees": [asdict(d) for d in found], "recommended": sentence})
+    write_json(arguments, {"model": target.title, "degrees": [asdict(d) for d in degrees], "recommended": sentence})
     return 0
 
 
-def recommended(found: Sequence[Degree]) -> str:
+def recommended(degrees: Sequence[Degree]) -> str:
     """One sentence: the fastest of the degrees that pay, and what the fastest of all costs."""
-    base = found[0]
-    best = min((d for d in found if d.share(base) >= ENOUGH), key=lambda d: d.step_s)
-    fastest = min(found, key=lambda d: d.step_s)
+    base = degrees[0]
+    best = min((d for d in degrees if d.share(base) >= ENOUGH), key=lambda d: d.step_s)
+    fastest = min(degrees, key=lambda d: d.step_s)
     if fastest.degree == best.degree:
-        alone = f"each rank does {_share(best, base)} of what it does at degree {base.degree}"
-        return f"Take degree {best.degree}: it has the shortest step, and {alone}."
+        share = f"each rank does {_share(best, base)} of what it does at degree {base.degree}"
+        return f"Take degree {best.degree}: it has the shortest step, and {share}."
     times = f"{base.step_s / fastest.step_s:.2f} times as fast as degree {base.degree}"
     return (
         f"Take degree {best.degree}: degree {fastest.degree} has the shortest step, {times}, but each of its ranks does "
@@ -116,9 +116,9 @@ def _note_undivided(model: str, work: Mapping[int, int]) -> None:
 def _degrees(text: str) -> list[int]:
     """The degrees of a list, ascending.  Raises ChunkflowError if it is none."""
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
+        numbers = []
+    if not numbers or numbers[0] < 1:
         raise ChunkflowError(f"--sweep-ulysses {text}: give degrees, such as 1,2,4,8.")
-    return found
+    return numbers

@@ -20,10 +20,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--ranks must be at least 1.")
     machine = look()
     settle()
-    found = (*findings(machine, called()), engines(why_not_tensorrt()))
+    listed = (*findings(machine, called()), engines(why_not_tensorrt()))
     if arguments.model is not None:
         read_time = ReadTime.here(weight_bytes(arguments.model))
-        found += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)
-    say(arguments, health_table(found))
-    write_json(arguments, found)
-    return 1 if any(f.verdict == "missing" for f in found) else 0
+        listed += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)
+    say(arguments, health_table(listed))
+    write_json(arguments, listed)
+    return 1 if any(f.verdict == "missing" for f in listed) else 0

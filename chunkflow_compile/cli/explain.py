@@ -30,12 +30,12 @@ def _measured_folder(folder: Path) -> Path:
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():
         return folder
-    found = [p.parent for p in folder.glob(f"rank*_*/{MEASURED_FILE}")]
-    if not found:
+    measured = [p.parent for p in folder.glob(f"rank*_*/{MEASURED_FILE}")]
+    if not measured:
         inside = sorted({p.parent.parent for p in folder.glob(f"*/rank*_*/{MEASURED_FILE}")})
         fix = f"use {' or '.join(map(str, inside))}" if inside else "call the compiled model first"
         raise ChunkflowError(f"{folder} holds no measured program: {fix}.")
-    return min(found, key=_newest_first)
+    return min(measured, key=_newest_first)
 
 
 def _newest_first(folder: Path) -> tuple[int, bool, float]:

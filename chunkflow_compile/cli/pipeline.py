@@ -37,56 +37,57 @@ def run(arguments: argparse.Namespace) -> int:
         check_picture(arguments.picture)
     if arguments.timeline:
         check_writable(Path(arguments.timeline))
-    found, hardware = published(arguments.pipeline), machine(load_profile(arguments.hardware or CARD), arguments)
+    pipeline = published(arguments.pipeline)
+    hardware = machine(load_profile(arguments.hardware or CARD), arguments)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "memory")
-    sizes = replace(found.transformer.sizes, **sizes_given(arguments))
-    found.transformer.shape(sizes)
-    steps = found.steps if arguments.steps is None else arguments.steps
-    if steps < found.experts:
-        raise ChunkflowError(f"--steps must be at least {found.experts}.")
-    progress = Progress(len(found.encoders) + 3)
+    sizes = replace(pipeline.transformer.sizes, **sizes_given(arguments))
+    pipeline.transformer.shape(sizes)
+    steps = pipeline.steps if arguments.steps is None else arguments.steps
+    if steps < pipeline.experts:
+        raise ChunkflowError(f"--steps must be at least {pipeline.experts}.")
+    progress = Progress(len(pipeline.encoders) + 3)
     fused = arguments.lowering == "inductor"
-    components = list(_components(found, sizes, steps, hardware, fused, progress))
+    components = list(_components(pipeline, sizes, steps, hardware, fused, progress))
     with progress.phase("planning"):
         least = least_budget(components, hardware)
         memory = least if memory is None else memory
         ways = generations(components, hardware, memory)
-    title = f"{found.name}, {sizes}, {steps} steps, on {shown(hardware, arguments)}"
+    title = f"{pipeline.name}, {sizes}, {steps} steps, on {shown(hardware, arguments)}"
     say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")
-    say(arguments, generation_tables(ways, found.transformer.forwards))
+    say(arguments, generation_tables(ways, pipeline.transformer.forwards))
     if arguments.picture:
         draw_generation(ways, memory, title, Path(arguments.picture))
         say(arguments, f"\npicture: {arguments.picture}")
     if arguments.timeline:
         Path(arguments.timeline).write_text(generation_events(ways["chunkflow"], title))
         say(arguments, f"\ntimeline: {arguments.timeline}")
-    found_ways = {way: {"phases": [p.figures for p in phases]} for way, phases in ways.items()}
-    write_json(arguments, {"pipeline": title, "memory": memory, "least": least, "ways": found_ways})
+    figures = {way: {"phases": [p.figures for p in phases]} for way, phases in ways.items()}
+    write_json(arguments, {"pipeline": title, "memory": memory, "least": least, "ways": figures})
     return 0
 
 
 def _components(
-    found: Published, sizes: OutputSizes, steps: int, hardware: Hardware, fused: bool, progress: Progress
+    pipeline: Published, sizes: OutputSizes, steps: int, hardware: Hardware, fused: bool, progress: Progress
 ) -> Iterator[Component]:
     """The phases of a generation, in order."""
-    for encoder in found.encoders:
+    for encoder in pipeline.encoders:
         with progress.phase(f"tracing {encoder.name}"):
             cost = eager_cost(encoder.model_and_inputs, torch.bfloat16)
             traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
             yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)).problem)
-    transformer = found.transformer
+    transformer = pipeline.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
         problem = make_cut(replace(transformer.trace(1, sizes), fused=fused)).problem
         cost = eager_cost(partial(transformer.build, sizes, torch.device("cpu")), torch.bfloat16)
-    for expert in range(found.experts):  # each takes its share of the steps
-        mine = steps // found.experts + (expert < steps % found.experts)
+    for expert in range(pipeline.experts):  # each takes its share of the steps
+        mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
         yield _component(name, cost, mine * transformer.forwards, problem)
     with progress.phase("decoding"):
-        cost = eager_cost(partial(found.vae_and_latents, sizes), torch.bfloat16, "decode")
+        cost = eager_cost(partial(pipeline.vae_and_latents, sizes), torch.bfloat16, "decode")
     yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
 
 
 def _component(name: str, cost: EagerCost, calls: int, problem: Problem | None = None) -> Component:
-    found = {"weights": cost.weights, "small": cost.small, "activations": cost.activations}
-    return Component(name=name, **found, calls=calls, problem=problem)
+    figures = {"weights": cost.weights, "small": cost.small, "activations": cost.activations}
+    return Component(name=name, **figures, calls=calls, problem=problem)

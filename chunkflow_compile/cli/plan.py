@@ -9,7 +9,6 @@ from pathlib import Path
 from tabulate import tabulate
 from tqdm import tqdm
 
-from chunkflow_compile.cli import target
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
@@ -20,6 +19,7 @@ from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 
 from .output import Progress, say, write_json
+from .target import load_and_plan, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,14 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
     if arguments.curve is not None:
         return _curve(arguments)
-    found, plan = target.load_and_plan(arguments, Progress(2))
-    say(arguments, f"{found.heading}\n")
-    if found.settings.memory is not None:
-        goal = f"the fastest within {size(found.settings.memory)}"
+    target, plan = load_and_plan(arguments, Progress(2))
+    say(arguments, f"{target.heading}\n")
+    if target.settings.memory is not None:
+        goal = f"the fastest within {size(target.settings.memory)}"
     else:
-        goal = f"the smallest within {found.settings.slowdown or DEFAULT_SLOWDOWN:g} times the resident step"
-    say(arguments, f"goal: {goal}\n\n{summary_table(plan, found.problem, found.forwards)}")
-    say(arguments, f"\n{blocks_table(plan, found.problem)}")
+        goal = f"the smallest within {target.settings.slowdown or DEFAULT_SLOWDOWN:g} times the resident step"
+    say(arguments, f"goal: {goal}\n\n{summary_table(plan, target.problem, target.forwards)}")
+    say(arguments, f"\n{blocks_table(plan, target.problem)}")
     if arguments.weights:
         say(arguments, f"\n{weights_table(plan.weights)}")
     write_json(arguments, plan.to_json())
@@ -48,22 +48,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _curve(arguments: argparse.Namespace) -> int:
-    found, picture = target.load_target(arguments, Progress(1)), arguments.curve
-    target.note_rates(found)
-    problem, chunk_bytes = found.problem, found.settings.chunk_bytes
-    plans = plans_along(problem, found.hardware, chunk_bytes)
+    target, picture = load_target(arguments, Progress(1)), arguments.curve
+    note_rates(target)
+    problem, chunk_bytes = target.problem, target.settings.chunk_bytes
+    plans = plans_along(problem, target.hardware, chunk_bytes)
     chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in problem.weights if w.keep is None)
     progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # an upper bound
     points = on_grid(progress, chunk_bytes)
-    say(arguments, f"{found.heading}\n")
+    say(arguments, f"{target.heading}\n")
     rows = [
-        (size(p.memory), seconds(p.step_s * found.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")
+        (size(p.memory), seconds(p.step_s * target.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")
         for p in _few(points)
     ]
     say(arguments, tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
-    write_json(arguments, {"model": found.heading, "points": points})
+    write_json(arguments, {"model": target.heading, "points": points})
     if picture:
-        draw_curve(points, found.forwards, f"{found.title}, {found.parallel}, {found.machine}", Path(picture))
+        draw_curve(points, target.forwards, f"{target.title}, {target.parallel}, {target.machine}", Path(picture))
         say(arguments, f"\npicture: {picture}")
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from chunkflow_compile.cli import target
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
@@ -15,6 +14,7 @@ from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds
 from .degrees import sweep
 from .output import Progress, say, write_json
 from .parsers import SIMULATED
+from .target import Target, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,32 +23,32 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.policy == "layerwise-prefix" and not arguments.memory:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
     progress = Progress(2)
-    found = target.load_target(arguments, progress)
+    target = load_target(arguments, progress)
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
     policies = able if arguments.policy == "all" else [arguments.policy]
     with progress.phase("planning"):
-        target.note_rates(found)
-        plans = {policy: _plan(found, policy) for policy in policies}
+        note_rates(target)
+        plans = {policy: _plan(target, policy) for policy in policies}
     record = ComparisonRecord(
-        model=f"{found.title}, simulated on {found.machine}",
-        degree=found.degree,
-        cfg_parallel=found.cfg_parallel,
+        model=f"{target.title}, simulated on {target.machine}",
+        degree=target.degree,
+        cfg_parallel=target.cfg_parallel,
         arms={
-            name: ArmRecord.predicted(plan, plan.predicted, found.problem.total_bytes, found.forwards)
+            name: ArmRecord.predicted(plan, plan.predicted, target.problem.total_bytes, target.forwards)
             for name, plan in plans.items()
             if plan.predicted is not None
         },
     )
-    say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
-    say(arguments, table(record, _policy_columns(plans, found.forwards)))
+    say(arguments, f"{record.model}; {target.parallel}, {target.calls}\n")
+    say(arguments, table(record, _policy_columns(plans, target.forwards)))
     write_json(arguments, record.body)
     return 0
 
 
-def _plan(found: target.Target, policy: Policy) -> Plan:
+def _plan(target: Target, policy: Policy) -> Plan:
     """The plan of a policy, for the goal of the command if it has one."""
-    goal = found.settings
-    return found.plan(
+    goal = target.settings
+    return target.plan(
         policy=policy,
         memory=goal.memory if policy in BUDGETED else None,
         slowdown=goal.slowdown if policy == "chunkflow" else None,

@@ -17,7 +17,6 @@ from chunkflow_compile.models.quiet import quiet_diffusers
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
@@ -50,26 +49,18 @@ class Target:
     host_memory: int | None = None
 
     @cached_property
-    def cut(self) -> Cut:
-        """The regions; takes a second for 10,000 nodes."""
-        return make_cut(self.traced, self.settings.group_bytes, self.settings.disabled)
-
-    @cached_property
     def problem(self) -> Problem:
+        """Takes a second for 10,000 nodes."""
+        problem = make_cut(self.traced, self.settings.group_bytes, self.settings.disabled).problem
+        if self.regional:
+            problem = problem.in_blocks
+            if not problem.regions:
+                raise ChunkflowError(
+                    f"{self.title} has no blocks in a ModuleList to compile one by one: leave out --regional."
+                )
         if self.host_memory is None:
-            return self._problem
-        return with_drive(self._problem, for_the_drive(self.traced.large, self.host_memory))
-
-    @property
-    def _problem(self) -> Problem:
-        if not self.regional:
-            return self.cut.problem
-        found = self.cut.problem.in_blocks
-        if not found.regions:
-            raise ChunkflowError(
-                f"{self.title} has no blocks in a ModuleList to compile one by one: leave out --regional."
-            )
-        return found
+            return problem
+        return with_drive(problem, for_the_drive(self.traced.large, self.host_memory))
 
     @property
     def hardware(self) -> Hardware:
@@ -122,38 +113,53 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
     settings = options.settings()
-    settings = replace(settings, hardware=machine(settings.hardware, arguments))
+    hardware = machine(settings.hardware, arguments)
     if arguments.drive is not None:
-        rate = parse_rate(arguments.drive, "drive")
-        settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=rate))
+        hardware = replace(hardware, drive_bandwidth=parse_rate(arguments.drive, "drive"))
     host_memory = None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "host_memory")
-    given = sizes_given(arguments)
-    quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
         raise ChunkflowError(f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline.")
-    if ":" in arguments.model or ".py" in arguments.model:
-        if quantize is not None:
-            raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
-        if given:
-            raise ChunkflowError(
-                f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
-            )
-        forwards = _forwards(arguments, arguments.model, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            build = load_build(arguments.model)
-        with progress.phase(f"tracing {arguments.model}"):
-            traced = _trace(
-                arguments, lambda: trace_without_weights(build, degree, options.min_bytes, cfg_parallel=cfg_parallel)
-            )
-        return _target_of(arguments.model, traced, arguments, settings, forwards, host_memory)
-    found = preset(arguments.model)
-    sizes = replace(found.sizes, **given)
-    found.shape(sizes)
-    forwards = _forwards(arguments, found.name, found.forwards)
-    with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
-        traced = _trace(arguments, lambda: found.trace(degree, sizes, options.min_bytes, quantize, cfg_parallel))
-    title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    return _target_of(title, traced, arguments, settings, forwards, host_memory)
+    own = ":" in arguments.model or ".py" in arguments.model
+    title, forwards, traced = (_trace_own if own else _trace_preset)(arguments, options.min_bytes, progress)
+    return Target(
+        title=title,
+        traced=replace(traced, fused=arguments.lowering == "inductor"),
+        degree=arguments.ulysses,
+        forwards=forwards,
+        settings=replace(settings, hardware=hardware),
+        machine=shown(hardware, arguments),
+        cfg_parallel=arguments.cfg_parallel,
+        regional=arguments.regional,
+        host_memory=host_memory,
+    )
+
+
+def _trace_own(arguments: argparse.Namespace, min_bytes: int, progress: Progress) -> tuple[str, int, Traced]:
+    """The title, the forwards and the graph of a user's own model."""
+    if arguments.quantize is not None:
+        raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
+    for name in sizes_given(arguments):
+        raise ChunkflowError(f"--{name} is a size of a preset: leave it out, since your own function makes its inputs.")
+    degree, cfg_parallel = arguments.ulysses, arguments.cfg_parallel
+    forwards = _forwards(arguments, arguments.model, 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        build = load_build(arguments.model)
+    with progress.phase(f"tracing {arguments.model}"):
+        traced = _trace(arguments, lambda: trace_without_weights(build, degree, min_bytes, cfg_parallel=cfg_parallel))
+    return arguments.model, forwards, traced
+
+
+def _trace_preset(arguments: argparse.Namespace, min_bytes: int, progress: Progress) -> tuple[str, int, Traced]:
+    """The same of a preset."""
+    model, quantize = preset(arguments.model), arguments.quantize
+    sizes = replace(model.sizes, **sizes_given(arguments))
+    model.shape(sizes)
+    forwards = _forwards(arguments, model.name, model.forwards)
+    degree, cfg_parallel = arguments.ulysses, arguments.cfg_parallel
+    with progress.phase(f"tracing {model.name}, half a minute for 10,000 nodes"):
+        traced = _trace(arguments, lambda: model.trace(degree, sizes, min_bytes, quantize, cfg_parallel))
+    title = f"{model.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
+    return title, forwards, traced
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
@@ -170,20 +176,21 @@ def refuse_options(arguments: argparse.Namespace) -> None:
 
 def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Target, Plan]:
     """Trace, cut and plan: two phases of ``progress``."""
-    found = load_target(arguments, progress)
+    target = load_target(arguments, progress)
     with progress.phase("planning"):
-        note_rates(found)
-        return found, found.plan()
+        note_rates(target)
+        return target, target.plan()
 
 
-def note_rates(found: Target) -> None:
+def note_rates(target: Target) -> None:
     """Print a note on stderr if the machine has no rate for a dtype of the model."""
-    dtypes = sorted({r.cost.dtype for r in found.problem.regions if r.cost.flops} - set(found.hardware.gemm_flops))
-    if dtypes:
-        missing, known = ", ".join(dtypes), ", ".join(found.hardware.gemm_flops)
-        print(
-            f"note: {found.hardware.name} has no rate for {missing}; planned at the slowest of {known}", file=sys.stderr
+    rates = target.hardware.gemm_flops
+    missing = sorted({r.cost.dtype for r in target.problem.regions if r.cost.flops} - set(rates))
+    if missing:
+        note = (
+            f"{target.hardware.name} has no rate for {', '.join(missing)}; planned at the slowest of {', '.join(rates)}"
         )
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
@@ -229,27 +236,6 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
     return hardware if nodes == 1 else replace(hardware, node_ranks=ranks // nodes)
 
 
-def _target_of(
-    title: str,
-    traced: Traced,
-    arguments: argparse.Namespace,
-    settings: Settings,
-    forwards: int,
-    host_memory: int | None,
-) -> Target:
-    return Target(
-        title=title,
-        traced=replace(traced, fused=arguments.lowering == "inductor"),
-        degree=arguments.ulysses,
-        forwards=forwards,
-        settings=settings,
-        machine=shown(settings.hardware, arguments),
-        cfg_parallel=arguments.cfg_parallel,
-        regional=arguments.regional,
-        host_memory=host_memory,
-    )
-
-
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
     """Trace.  Raises ChunkflowError with the cause of a failure in a sentence; the full traceback goes into a file.
 
@@ -273,8 +259,8 @@ def _cause(error: Exception) -> str:
     """The most useful line: Dynamo's reason, or the first line of the error raised inside the model."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for start in ("got ", "Explanation: "):
-        if found := next((line for line in lines if line.startswith(start)), None):
-            return f"{type(error).__name__}: {found.removeprefix(start)}"
+        if reason := next((line for line in lines if line.startswith(start)), None):
+            return f"{type(error).__name__}: {reason.removeprefix(start)}"
     inside: BaseException = error
     while (below := inside.__cause__ or inside.__context__) is not None:
         inside = below

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from chunkflow_compile.cli import target
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
@@ -17,6 +16,7 @@ from chunkflow_compile.report.timeline_picture import draw_timeline
 from chunkflow_compile.units import size
 
 from .output import Progress
+from .target import load_and_plan, refuse_options
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,8 +51,8 @@ def _stalls_sentence(lanes: Lanes) -> str:
 
 def _plan_shown(arguments: argparse.Namespace) -> tuple[str, Plan]:
     if arguments.model.endswith(".json"):
-        target.refuse_options(arguments)
+        refuse_options(arguments)
         plan = read_plan(arguments.model)
         return f"{Path(arguments.model).name}, policy {plan.policy} on {plan.hardware}", plan
-    found, plan = target.load_and_plan(arguments, Progress(2))
-    return f"{found.title}; {found.parallel} on {found.machine}", plan
+    target, plan = load_and_plan(arguments, Progress(2))
+    return f"{target.title}; {target.parallel} on {target.machine}", plan

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from chunkflow_compile.cli import target
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.report.story import changes, find_weight, tell
 
 from .output import Progress, say, write_json
+from .target import load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
     progress = Progress(3)
-    found = target.load_target(arguments, progress)
-    weight = find_weight(found.problem, arguments.param)
+    target = load_target(arguments, progress)
+    weight = find_weight(target.problem, arguments.param)
     with progress.phase("planning"):
-        target.note_rates(found)
-        plan = found.plan()
+        note_rates(target)
+        plan = target.plan()
     with progress.phase("planning alternatives"):
-        plan_for = partial(make_plan, found.problem, inside=found.regional)
-        story = tell(weight, plan, changes(weight, found.settings, plan_for))
-    say(arguments, f"{found.heading}\n\n{story}")
+        plan_for = partial(make_plan, target.problem, inside=target.regional)
+        story = tell(weight, plan, changes(weight, target.settings, plan_for))
+    say(arguments, f"{target.heading}\n\n{story}")
     write_json(arguments, story)
     return 0

@@ -130,10 +130,10 @@ def importing_torch() -> Iterator[None]:
 
 def check_compile_cache(needed: bool) -> None:
     """Choose a folder for the compile caches.  Raise ChunkflowError if none can be used and one is ``needed``."""
-    found = settle()
-    if found.fault and needed:
+    folder = settle()
+    if folder.fault and needed:
         raise ChunkflowError(
-            f"Inductor has no folder to compile in: {found.path} cannot be used ({found.fault}), nor can the folder for "
+            f"Inductor has no folder to compile in: {folder.path} cannot be used ({folder.fault}), nor can the folder for "
             f"temporary files. To go on, {FIX}, or run without it: options={{'lowering': 'eager'}}."
         )
 

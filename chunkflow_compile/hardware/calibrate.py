@@ -29,10 +29,10 @@ from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.link import Port
 from chunkflow_compile.units import size
 
-from .contention import MIB, beside_copies, compute_slowdown, copier, factor, median_seconds
+from .contention import MIB, compute_slowdown, contended_seconds, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
-from .stopwatch import mark
+from .stopwatch import Stopwatch
 
 LINK_RANKS = 2
 # The smallest copy gives the cost to start one, the largest the rate.
@@ -73,7 +73,7 @@ def calibrate(
     ranks = device.type == "cpu" or loopback or torch.cuda.device_count() >= LINK_RANKS
     figures: dict[str, Any] = {"eta_pref": 1.0}
     sources = {"eta_pref": "1: the bandwidth is measured, not nominal"}
-    link = partial(_on_ranks, device, emulated, loopback) if ranks else partial(_by_itself, device, figures)
+    link = partial(_on_ranks, device, emulated, loopback) if ranks else partial(_on_one_device, device, figures)
     stages: dict[str, Callable[[], Iterable[_Figure]]] = {
         "GEMMs and attention": partial(_compute, device),
         "memory": partial(_memory, device),
@@ -185,17 +185,15 @@ def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200
     """Seconds of a call among many.  A card is given them while it works longer than the host takes to issue them."""
     if device.type == "cpu":
         return median_seconds(device, lambda: [call() for _ in range(calls)]) / calls
-    work, stream = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16), torch.cuda.current_stream(device)
+    work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     seconds = list[float]()
     for _ in range(5):
         for _ in range(6):
             work @ work
-        begin = mark(stream)
+        watch = Stopwatch(device)
         for _ in range(calls):
             call()
-        end = mark(stream)
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3 / calls)
+        seconds.append(watch.stop() / calls)
     return statistics.median(seconds)
 
 
@@ -222,7 +220,7 @@ def _queued_copies(device: torch.device) -> tuple[float, float]:
     return float(f"{max(0.0, short - small / rate):.3g}"), round(rate)
 
 
-def _by_itself(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:
+def _on_one_device(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:
     """Without another device, what collectives take is assumed.  ``figures``: those measured before."""
     yield "collective_latency_s", 3e-5, f"{_ASSUMED}: assumption"
     yield "collective_bandwidth", 0.75 * figures["h2d_bandwidth"], f"{_ASSUMED}: 3/4 of the link"
@@ -263,13 +261,13 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         for size in COLLECTIVE_SIZES:
             crossing = size * (LINK_RANKS - 1) // LINK_RANKS
             points.append((crossing, median_seconds(device, _all_to_all(device, size, port), ROUNDS_BESIDE)))
-        exchange, size = _all_to_all(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
-        copy_alone = median_seconds(device, copier(device, size, port))
-        exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE)
-        copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
-        factors = factor(copy_beside, copy_alone), factor(exchange_beside, exchange_alone)
+        copy = copier(device, COPY_SIZES[-1] // 4, port)
+        exchange = _all_to_all(device, COLLECTIVE_SIZES[-1], port)
+        uncontended_s = median_seconds(device, copy), median_seconds(device, exchange, ROUNDS_BESIDE)
+        contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, copy)
+        factors = [round(factor(*pair), 2) for pair in zip(contended_s, uncontended_s, strict=True)]
         slowdown = compute_slowdown(device, port, dist.barrier)
-        figures = [*_link_figures(*_line_through(points), *(round(f, 2) for f in factors)), _slowed(slowdown)]
+        figures = [*_link_figures(*_line_through(points), *factors), _slowed(slowdown)]
         if rank == 0:
             torch.save(figures, Path(folder) / "rank0.pt")
         dist.barrier()

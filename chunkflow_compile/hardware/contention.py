@@ -89,7 +89,7 @@ def compute_slowdown(
         meet()
         uncontended_s = median_seconds(device, blocks, 1)
         meet()
-        factors.append(factor(beside_copies(device, blocks, 1, copy)[1], uncontended_s))
+        factors.append(factor(contended_seconds(device, blocks, 1, copy)[1], uncontended_s))
     return round(statistics.median(factors), 3)
 
 
@@ -98,7 +98,7 @@ def factor(contended_s: float, uncontended_s: float) -> float:
     return max(1.0, contended_s / uncontended_s)
 
 
-def beside_copies(
+def contended_seconds(
     device: torch.device, work: Callable[[], object], repeats: int, copy: Callable[[], object]
 ) -> tuple[float, float]:
     """Median seconds of ``copy`` and of ``work``, each while the other runs all the time."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -114,11 +113,10 @@ def join_loopback(size: int, by_kernels: bool = False) -> None:
     """
     name = f"{LOOPBACK}_kernels" if by_kernels else LOOPBACK
     if name.upper() not in dist.Backend.__dict__:
-        create = partial(_create, by_kernels)
+
+        def create(common: Any, _: Any) -> Loopback:
+            return Loopback(common.group_size, by_kernels)
+
         dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
     store: Any = dist.__dict__["HashStore"]()
     dist.init_process_group(name, rank=0, world_size=size, store=store, timeout=timedelta(minutes=1))
-
-
-def _create(by_kernels: bool, common: Any, _: Any) -> Loopback:
-    return Loopback(common.group_size, by_kernels)

@@ -93,9 +93,13 @@ def look() -> Machine:
 
     To import torch takes more CPU time than all else, so a build for the CPU is only looked at.
     """
-    folder, (profile, fault), driver = _torch_folder(), measured_profile(), _nvidia(("driver_version",))
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "this package needs it"
+    folder = Path(spec.origin).parent
+    (profile, fault), driver = measured_profile(), _nvidia(("driver_version",))
     build = runpy.run_path(str(folder / "version.py"))
     for_gpus = bool(build["cuda"] or build["hip"])
+    locked_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     gloo, nccl = (True, False) if not for_gpus and _binds_gloo(folder) else _backends()
     return Machine(
         python=platform.python_version(),
@@ -107,7 +111,7 @@ def look() -> Machine:
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         memory=host_memory(),
         huge_pages=(_huge_pages("enabled"), _huge_pages("shmem_enabled")),
-        pinnable_bytes=_locked_limit(),
+        pinnable_bytes=None if locked_limit == resource.RLIM_INFINITY else locked_limit,
         gloo=gloo,
         nccl=nccl,
         compiler=next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and shutil.which(c)), None),
@@ -118,12 +122,6 @@ def look() -> Machine:
         compile_cache=compile_cache(),
         temporary=temporary_folder(),
     )
-
-
-def _torch_folder() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None, "this package needs it"
-    return Path(spec.origin).parent
 
 
 def _binds_gloo(folder: Path) -> bool:
@@ -200,11 +198,6 @@ def _huge_pages(name: str) -> str:
     except OSError:
         return ""
     return text.partition("[")[2].partition("]")[0]
-
-
-def _locked_limit() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _release_of(name: str) -> str | None:

@@ -9,7 +9,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .profiles import CPU, MEASURED, load_profile
 
 # Less is not worth a word.
-_TOLD_S = 1.0
+_LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ReadTime:
     @property
     def text(self) -> str:
         """The prediction in words, empty if that is no time to wait for."""
-        return str(self) if self.seconds >= _TOLD_S else ""
+        return str(self) if self.seconds >= _LEAST_S else ""
 
     def __str__(self) -> str:
         return f"from a drive of {self.rate / 1e9:.1f} GB/s in {self.seconds:.0f} s"

@@ -16,9 +16,8 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._begin: Any
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._begin = time.perf_counter() if self._stream is None else mark(self._stream)
+        self._begin: Any = time.perf_counter() if self._stream is None else mark(self._stream)
 
     def stop(self) -> float:
         """Seconds until the device has done what it was given since; waits for that."""

@@ -113,20 +113,14 @@ class Explanation:
         one, several = ("pass", "passes") if self.calls else ("call", "calls")
         medians = f"medians of {self.steps} {one if self.steps == 1 else several}"
         warm = f"policy {self.policy}, planned for {self.hardware}; {medians}; plan {self.plan}"
-        parts = [warm, _figure_table(self.figures), fill(f"limited by {self.limit}", PROSE_WIDTH)]
-        if self.part:
-            parts.insert(0, fill(self.part, PROSE_WIDTH))
-        if self.advice:
-            parts.append(fill(self.advice, PROSE_WIDTH))
-        parts += [fill(note, PROSE_WIDTH) for note in self.notes]
+        prose = [f"limited by {self.limit}", self.advice, *self.notes]
         if self.cold > 1:  # the first always is
-            parts.append(
-                fill(
-                    f"{self.cold} calls began cold, with empty slots: programs that share an arena take turns, and "
-                    "each change repeats the first copies; or a call failed. Give one of them an arena of its own.",
-                    PROSE_WIDTH,
-                )
+            prose.append(
+                f"{self.cold} calls began cold, with empty slots: programs that share an arena take turns, and each "
+                "change repeats the first copies; or a call failed. Give one of them an arena of its own."
             )
+        parts = [fill(self.part, PROSE_WIDTH), warm, _figure_table(self.figures)]
+        parts += [fill(text, PROSE_WIDTH) for text in prose]
         if self.stalls:
             parts.append(f"worst stalls:\n\n{_stall_table(self.stalls)}")
         elif self.waited_s > _SHORT:
@@ -142,7 +136,7 @@ class Explanation:
             parts.append(f"windows that differ most from what was predicted:\n\n{_windows(most)}")
         if self.first_step:
             parts.append(fill(first_step_line(self.first_step), PROSE_WIDTH))
-        return "\n\n".join(parts)
+        return "\n\n".join(filter(None, parts))
 
 
 def explain_plan(plan: Plan, measured: Measured, what: str = "a call of the model") -> Explanation:

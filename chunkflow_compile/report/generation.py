@@ -72,12 +72,11 @@ def draw_generation(generations: Mapping[str, Generation], memory: int, title: s
             heights += [phase.bytes / 2**30] * 2
             at = end
         axes.plot(times, heights, color=colour, label=way, linewidth=2.2 if way == "chunkflow" else 1.4)
-    axes.axhline(memory / 2**30, linestyle=":", color="black")
-    axes.annotate(f"budget {memory / 2**30:.0f} GiB", (0, memory / 2**30), va="bottom", fontsize=8)
-    axes.set_xlabel("seconds of one generation (planned)")
-    axes.set_ylabel("weights and activations on the device, GiB")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    budget = memory / 2**30
+    axes.axhline(budget, linestyle=":", color="black")
+    axes.annotate(f"budget {budget:.0f} GiB", (0, budget), va="bottom", fontsize=8)
+    axes.set(xlabel="seconds of one generation (planned)", ylabel="weights and activations on the device, GiB")
+    axes.set(xlim=(0, None), ylim=(0, None))
     axes.set_title(title, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tabulate import tabulate
 
-from chunkflow_compile.hardware.caches import FIX, Folder
+from chunkflow_compile.hardware.caches import FIX
 from chunkflow_compile.hardware.machine import INSTALL, Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
@@ -18,7 +18,6 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 Verdict = Literal["ok", "note", "missing"]
 # Less free memory is reported: a model that needs streaming is larger than this.
 _SMALL_HOST = 16 << 30
-_PAGES = ("private", "shared")
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         if memory.limit is None:
             fix += f"; where memory grows as it is used, {VARIABLE}=64GiB says how much there will be"
     yield _noted("host memory", state, fix)
-    pages = [f"{kind}: {how or 'none'}" for kind, how in zip(_PAGES, machine.huge_pages, strict=True)]
-    yield Finding("huge pages", " ".join(pages))
+    private, shared = machine.huge_pages
+    yield Finding("huge pages", f"private: {private or 'none'} shared: {shared or 'none'}")
     if machine.pinnable_bytes is None:
         yield Finding("pinnable memory", "no limit")
         return
@@ -169,24 +168,20 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
-    fixes = {
-        "diffusers": f"the presets, the demo and diffusers pipelines need it: {INSTALL['diffusers']}",
-        "matplotlib": f"pictures need it: {INSTALL['matplotlib']}",
-    }
+    users = {"diffusers": "the presets, the demo and diffusers pipelines need it", "matplotlib": "pictures need it"}
     for name, version in machine.libraries.items():
-        yield _noted(name, version or "not installed", "" if version else fixes.get(name, ""))
+        fix = f"{users[name]}: {INSTALL[name]}" if name in users and not version else ""
+        yield _noted(name, version or "not installed", fix)
 
 
 def _folders(machine: Machine) -> Iterator[Finding]:
-    fix = f"another one is used, if there is any: {FIX}"
-    yield _folder_finding("compile cache", machine.compile_cache, fix)
-    yield _folder_finding("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write")
-
-
-def _folder_finding(what: str, folder: Folder, fix: str) -> Finding:
-    if folder.fault:
-        return Finding(what, f"{folder.path}, not usable: {folder.fault}", "note", fix)
-    return Finding(what, folder.path if folder.free is None else f"{folder.path}, {size(folder.free)} free")
+    for what, folder, fix in (
+        ("compile cache", machine.compile_cache, f"another one is used, if there is any: {FIX}"),
+        ("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write"),
+    ):
+        free = "" if folder.free is None else f", {size(folder.free)} free"
+        state = f", not usable: {folder.fault}" if folder.fault else free
+        yield _noted(what, folder.path + state, fix if folder.fault else "")
 
 
 def _profile_finding(path: str | None, fault: str, program: str) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,7 +10,7 @@ from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.schedule import Compute
 from chunkflow_compile.units import size
 
-from .annotate import HEADER, FlopNotes, Note
+from .annotate import HEADER, FlopNotes
 from .lines import INPUTS, Line
 from .record import fine
 
@@ -94,7 +94,7 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) 
     head = f"# {names}: as {first.name}, {lines} lines folded"
     if annotator is None:
         return head
-    notes = [list(_notes(part, annotator)) for part in others]
+    notes = [[(line, note) for line in part.lines if (note := annotator.note(line))] for part in others]
     said = [_range([sum(n.cost_s or 0.0 for i, n in noted if isinstance(i.item, Compute)) for noted in notes])]
     copied = [sum(n.nbytes or 0 for i, n in noted if isinstance(i.item, Prefetch)) for noted in notes]
     if any(copied):
@@ -105,13 +105,6 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) 
     if least is not None:
         said.append(f"least {'slack' if least[0] >= 0 else 'slack: waits'} {fine(abs(least[0]))} in {least[1]}")
     return f"{head}: {'; '.join(s for s in said if s)}" if any(said) else head
-
-
-def _notes(part: _Part, annotator: FlopNotes) -> Iterator[tuple[Line, Note]]:
-    for line in part.lines:
-        note = annotator.note(line)
-        if note is not None:
-            yield line, note
 
 
 def _range(seconds: Sequence[float]) -> str:

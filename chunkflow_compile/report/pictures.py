@@ -58,17 +58,11 @@ def save_figure(figure: Any, path: Path) -> None:
 def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -> None:
     """Draw memory against step time, with the resident step as a line."""
     figure, axes = new_axes()
+    most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s * forwards
     axes.step([p.memory / 2**30 for p in points], [p.step_s * forwards for p in points], where="post")
-    axes.axhline(points[-1].resident_step_s * forwards, linestyle=":", color="gray")
-    axes.annotate(
-        "all weights resident",
-        (points[-1].memory / 2**30, points[-1].resident_step_s * forwards),
-        ha="right",
-        va="bottom",
-    )
-    axes.set_xlabel("weights on the device, GiB")
-    axes.set_ylabel("predicted step, s")
-    axes.set_ylim(bottom=0)
+    axes.axhline(resident_s, linestyle=":", color="gray")
+    axes.annotate("all weights resident", (most, resident_s), ha="right", va="bottom")
+    axes.set(xlabel="weights on the device, GiB", ylabel="predicted step, s", ylim=(0, None))
     axes.set_title(title, fontsize=10)
     save_figure(figure, path)
 
@@ -95,8 +89,7 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
     if (resident := record.arms.get("resident")) is not None and resident.step_s:
         axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * max([*begins, *steps.values()]))
-    axes.set_xlabel("a step, ms (medians, slowest rank)")
+    axes.set(xlabel="a step, ms (medians, slowest rank)", xlim=(0, 1.35 * max([*begins, *steps.values()])))
     axes.set_title(record.model, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)

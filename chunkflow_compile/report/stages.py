@@ -74,9 +74,10 @@ class StageWriter:
                 difference = list(difflib.unified_diff(self._before, plain, *files, n=1, lineterm=""))
                 signs = Counter(line[0] for line in difference[2:])
                 change = signs["+"], signs["-"]
-                counts = [f"# {line}" for line in changed_counts(before.ops, ops) or ["op counts unchanged"]]
+                changed = [op for op in sorted(before.ops | ops) if before.ops[op] != ops[op]]
+                counts = [f"# {op}: {before.ops[op]} -> {ops[op]}" for op in changed] or ["# op counts unchanged"]
                 path.with_suffix(".diff").write_text("\n".join([*counts, *difference]) + "\n")
-            if stage.plan is not None and self._newest is not None and self._newest.plan is None:
+            if stage.name == "planned" and stage.plan is not None:
                 (self.folder / PLAN_FILE).write_text(stage.plan.to_json())
         self._before, self._newest = plain, stage
         self.written.append(Written(stage.name, path, len(plain), ops, change))
@@ -126,11 +127,6 @@ def counts_table(written: Iterable[Written]) -> str:
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
     return tabulate(rows, headers=("op", *(w.name for w in columns)))
-
-
-def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
-    """``op: n -> m`` for every op whose number changed."""
-    return [f"{op}: {before[op]} -> {after[op]}" for op in sorted(before | after) if before[op] != after[op]]
 
 
 def _file_stem(name: StageName) -> str:

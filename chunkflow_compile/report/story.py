@@ -98,13 +98,13 @@ def find_weight(problem: Problem, part: str) -> Weight:
     """The only weight whose name is or contains ``part``.  Raises ChunkflowError if none or several match."""
     weights = {w.name: w for w in problem.weights}
     aliases = {alias: w.name for w in problem.weights for alias in w.names}
-    found = list(dict.fromkeys(name for alias, name in aliases.items() if part in alias))
-    if part in aliases or len(found) == 1:
-        return weights[aliases.get(part) or found[0]]
-    if found:
-        shown = "\n".join(f"  {n}" for n in found[:_CANDIDATES])
-        more = f"\n  and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
-        raise ChunkflowError(f"{part!r} is part of {len(found)} names; use a longer part:\n{shown}{more}")
+    matches = list(dict.fromkeys(name for alias, name in aliases.items() if part in alias))
+    if part in aliases or len(matches) == 1:
+        return weights[aliases.get(part) or matches[0]]
+    if matches:
+        shown = "\n".join(f"  {n}" for n in matches[:_CANDIDATES])
+        more = f"\n  and {len(matches) - _CANDIDATES} more" if len(matches) > _CANDIDATES else ""
+        raise ChunkflowError(f"{part!r} is part of {len(matches)} names; use a longer part:\n{shown}{more}")
     if not weights:
         raise ChunkflowError("A call of this model reads no weights.")
     close = difflib.get_close_matches(part, list(weights), n=3, cutoff=0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .lanes import Bar, Lanes, StepLane, around
+from .lanes import Lanes, StepLane, around
 from .pictures import new_axes, save_figure
 
 WIDTH, HEIGHT = 15.0, 10.0
@@ -109,8 +109,7 @@ def _overview(axes: Any, zoom: _Zoom) -> None:
     stalls = [_ms(s.start, s.end) for s in lanes.stalls]
     axes.broken_barh(stalls, (rows["compute"] + 0.1, 0.8), color=_STALL, linewidth=0.6, edgecolor=_STALL)
     axes.axvspan(zoom.begin * 1e3, zoom.end * 1e3, color="black", alpha=0.12, linewidth=0)
-    axes.set_xlim(0, lanes.step_s * 1e3)
-    axes.set_ylim(0, len(rows))
+    axes.set(xlim=(0, lanes.step_s * 1e3), ylim=(0, len(rows)))
     axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     waited = sum(s.end - s.start for s in lanes.stalls)
     axes.set_title(
@@ -135,15 +134,15 @@ def _detail(axes: Any, zoom: _Zoom) -> None:
         least = bar.block in zoom.blocks and bar.end - bar.start >= longest[bar.name.partition("[")[0]]
         where = (bar.start, bar.end), (rows[bar.lane] + _LOW, _HIGH)
         style = {"facecolor": colour, "gid": f"{bar.lane}:{bar.name}"}
-        _box(axes, zoom, *where, inches, _lines(bar, zoom), style, least=least)
+        text = (bar.name, *bar.label.split(" ")) if bar.lane == "compute" else (zoom.label(bar.label, bar.block),)
+        _box(axes, zoom, *where, inches, text, style, least=least)
     for stall in lanes.stalls:
         where = (stall.start, stall.end), (rows["compute"] + _LOW, _HIGH)
         style = {"facecolor": "none", "edgecolor": _STALL, "linewidth": None, "hatch": "////"}
         waits = f"waits {(stall.end - stall.start) * 1e3:.2f} ms"
         _box(axes, zoom, *where, inches, (waits,), {**style, "gid": f"stall:{stall.before}"}, text=_STALL)
     _name_blocks(axes, zoom, len(rows))
-    axes.set_ylim(0, top)
-    axes.set_xlim(zoom.begin * 1e3, zoom.end * 1e3)
+    axes.set(xlim=(zoom.begin * 1e3, zoom.end * 1e3), ylim=(0, top))
 
 
 def _name_blocks(axes: Any, zoom: _Zoom, top: int) -> None:
@@ -171,16 +170,10 @@ def _arena(axes: Any, zoom: _Zoom) -> None:
         where = (slot.start, slot.end), (slot.begin / mib, height / mib)
         style = {"facecolor": zoom.colours.get(slot.label, "gray"), "gid": f"slot:{slot.weight}"}
         _box(axes, zoom, *where, height * inches, (zoom.label(slot.label, slot.block),), style, least=least)
-    axes.set_xlim(zoom.begin * 1e3, zoom.end * 1e3)
-    axes.set_ylim(0, max(lanes.arena_bytes, 1) / mib)
+    axes.set(xlim=(zoom.begin * 1e3, zoom.end * 1e3), ylim=(0, max(lanes.arena_bytes, 1) / mib))
     axes.set_ylabel("arena, MiB", fontsize=9)
     axes.set_xlabel("ms from the start of a call", fontsize=9)
     axes.tick_params(labelsize=8)
-
-
-def _lines(bar: Bar, zoom: _Zoom) -> tuple[str, ...]:
-    """The text of a bar: a region's name and what it computes, or the label."""
-    return (bar.name, *bar.label.split(" ")) if bar.lane == "compute" else (zoom.label(bar.label, bar.block),)
 
 
 def _ms(start: float, end: float) -> tuple[float, float]:
