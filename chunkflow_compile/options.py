@@ -153,10 +153,6 @@ class Options:
             raise ChunkflowError(
                 f"Option debug={self.debug!r} is unknown; use {' or '.join(DEBUG)}, or a list of both."
             )
-        self._check_goal()
-
-    def _check_goal(self) -> None:
-        """Check the goal and the hardware, before anything is traced."""
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
         check_goal(self.policy, self.memory, self.slowdown, self.yields)
@@ -249,12 +245,12 @@ def parse_options(
     _check_settings()
     given = dict(options or {})
     own = () if caller is None else inspect.signature(caller).parameters.values()
-    known = [p.name for p in own if p.default is not p.empty]
-    known += [name for f in fields(Options) if (name := ALIASES.get(f.name, f.name)) not in (*known, *refused)]
+    names = [p.name for p in own if p.default is not p.empty]
+    names += [name for f in fields(Options) if (name := ALIASES.get(f.name, f.name)) not in (*names, *refused)]
     for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? Options are {', '.join(known)}.")
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? Options are {', '.join(names)}.")
     own_inductor = given.pop("inductor", None) or {}
     if not isinstance(own_inductor, Mapping):
         raise ChunkflowError(f"Option inductor={own_inductor!r} must be a dict of settings of Inductor.")
@@ -284,18 +280,16 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_inductor(inductor: Mapping[str, Any]) -> None:
-    known = torch._inductor.config.get_config_copy()
-    for key, value in inductor.items():
-        if key.replace("-", "_") not in known:
-            close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+    settings = torch._inductor.config.get_config_copy()
+    for key in inductor:
+        if key.replace("-", "_") not in settings:
+            close = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.0)
             raise ChunkflowError(f"Unknown Inductor option {key!r} in options['inductor']; did you mean {close[0]!r}?")
-        if key == "triton.cudagraphs" and value:
-            raise ChunkflowError(
-                "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed "
-                "weights; use mode 'max-autotune-no-cudagraphs' or leave triton.cudagraphs off."
-            )
-    if torch._inductor.config.triton.cudagraphs and "triton.cudagraphs" not in inductor:
-        return _check_inductor({**inductor, "triton.cudagraphs": True})
+    if inductor.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs):
+        raise ChunkflowError(
+            "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed "
+            "weights; use mode 'max-autotune-no-cudagraphs' or leave triton.cudagraphs off."
+        )
     if inductor.get("freezing", torch._inductor.config.freezing):
         raise ChunkflowError(
             "Inductor freezing turns weights into constants of the compiled code, so they could not be streamed; set "

@@ -83,7 +83,7 @@ def start_program(
             held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock())
-            if not all(placement.lasts for placement in around):
+            if not all(placement.current for placement in around):
                 continue  # another thread restored the model meanwhile
             if missing := [p for p in _missing(parameters, wanted) if id(p) in names]:
                 around[0].move((names[id(p)], p) for p in missing)

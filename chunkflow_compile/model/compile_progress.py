@@ -29,9 +29,8 @@ class CompileProgress:
     ``name``: of the model.  ``kinds``: the number of compilations to expect in its first call.  ``now``: a clock, seconds.
     """
 
-    _registering = (
-        threading.Lock()
-    )  # of all models: Dynamo has one list of callbacks, and goes through it without a lock
+    # of all models: Dynamo has one list of callbacks, and goes through it without a lock
+    _registering = threading.Lock()
 
     def __init__(self, name: str, kinds: int, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -57,9 +56,8 @@ class CompileProgress:
             self._began.pop(threading.get_ident(), None)  # it failed, or read no weight
             if self._threads:
                 return
-            with (
-                self._registering
-            ):  # a new list: Dynamo may go through the old one; torch._dynamo.reset() has cleared it
+            with self._registering:
+                # a new list: Dynamo may go through the old one; torch._dynamo.reset() has cleared it
                 callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
             if self._bar is not None:
                 self._bar.close()

@@ -36,10 +36,10 @@ class ModelIndex:
     @staticmethod
     def of(root: nn.Module, maybe_block: bool = False) -> ModelIndex:
         names: dict[int, tuple[str, ...]] = {}
-        found = [*named_leaves(root)]
-        for name, tensor in found:
+        tensors = [*named_leaves(root)]
+        for name, tensor in tensors:
             names[id(tensor)] = (*names.get(id(tensor), ()), name)
-        shared, filled = _overlapping(t for _, t in found), frozenset(filled_by(root))
+        shared, filled = _overlapping(t for _, t in tensors), frozenset(filled_by(root))
         return ModelIndex(root, names, dict(_blocks(root, "")), shared, maybe_block, filled)
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -89,15 +89,15 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         storage = tensor.untyped_storage()._cdata
         spans.setdefault(storage, []).append((begin, begin + int(reach) * tensor.element_size(), id(tensor)))
-    found: set[int] = set()
+    overlapping: set[int] = set()
     for of_one in spans.values():
         end, last = -1, 0
         for begin, stop, number in sorted(of_one):
             if begin < end:
-                found.update((last, number))
+                overlapping.update((last, number))
             if stop > end:
                 end, last = stop, number
-    return frozenset(found)
+    return frozenset(overlapping)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -111,11 +111,11 @@ def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
 
     A part is the rank's coordinates in those dimensions of the mesh that split the tensor.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    shards: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(root):
         if is_distributed(tensor):
             whole: Any = tensor
             placed = zip(whole.device_mesh.get_coordinate() or (), whole.placements, strict=False)
             if part := tuple(place for place, placement in placed if not placement.is_replicate()):
-                found.update((path, part) for path, _ in leaves(tensor, name))
-    return found
+                shards.update((path, part) for path, _ in leaves(tensor, name))
+    return shards

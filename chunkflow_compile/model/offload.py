@@ -82,8 +82,8 @@ def offload(
         if host_memory is not None:
             sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
             bound = parse_bytes(host_memory, "host_memory")
-            beside = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
-            on_drive = for_the_drive(sizes, max(0, bound - beside))
+            filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
+            on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
     except BaseException as error:  # the other ranks of the group need not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
             report_absence(share, _one_device(device, parameters), error)
@@ -187,8 +187,8 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 def programs(model: nn.Module) -> tuple[Solo, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
-    found = (p for placement in placements_of(model) for p in placement.programs if not p.closed)
-    return tuple(sorted(dict.fromkeys(found), key=lambda program: program.started))
+    running = (p for placement in placements_of(model) for p in placement.programs if not p.closed)
+    return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
 
 def cycles(model: nn.Module) -> tuple[Sequence, ...]:
@@ -197,8 +197,8 @@ def cycles(model: nn.Module) -> tuple[Sequence, ...]:
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
-    found = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
-    return tuple(itertools.chain(*found))
+    by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
+    return tuple(itertools.chain(*by_order))
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -214,10 +214,10 @@ def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
     the class of the model keeps in float32; and buffers that are filled before each call."""
     kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
     filled = filled_by(root)
-    known = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
+    state = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
 
     def of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        if name not in known or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        if name not in state or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             return tensor.dtype
         return torch.float32 if kept & set(name.split(".")) else dtype
 
@@ -239,6 +239,6 @@ def _one_device(device: torch.device | str | None, parameters: list[torch.Tensor
         return check_device(device)
     devices = {p.device for p in parameters}
     if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ChunkflowError(f"The model's parameters are on {found}: pass the compute device, offload(model, device).")
+        names = ", ".join(sorted(map(str, devices))) or "none"
+        raise ChunkflowError(f"The model's parameters are on {names}: pass the compute device, offload(model, device).")
     return devices.pop()

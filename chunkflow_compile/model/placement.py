@@ -72,11 +72,11 @@ class Placement:
         """The placement of a model, created if there is none; two threads that ask at once get the same one."""
         if placement_of(root) is None:
             root.__dict__.pop(PLACEMENT, None)  # a copy of a placed model has the attribute, with None
-        found: Placement = root.__dict__.setdefault(PLACEMENT, Placement(root, device, min_bytes))
-        return found
+        placement: Placement = root.__dict__.setdefault(PLACEMENT, Placement(root, device, min_bytes))
+        return placement
 
     @property
-    def lasts(self) -> bool:
+    def current(self) -> bool:
         """Whether this is still the placement of its model."""
         return placement_of(self.root) is self
 
@@ -216,8 +216,8 @@ class Placement:
 
 def placement_of(root: nn.Module) -> Placement | None:
     """The placement of a model, None if it is not placed."""
-    found: Placement | None = root.__dict__.get(PLACEMENT)
-    return found if found is not None and found.root is root else None  # a shallow copy has the attribute
+    placement: Placement | None = root.__dict__.get(PLACEMENT)
+    return placement if placement is not None and placement.root is root else None  # a shallow copy has the attribute
 
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:

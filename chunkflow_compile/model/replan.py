@@ -42,8 +42,8 @@ def replan(
     Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet, on this rank or
     with ``as_measured`` on another.
     """
-    found = list(programs(model))
-    if not found:
+    all_programs = list(programs(model))
+    if not all_programs:
         raise ChunkflowError("No program of this model runs yet: compile it with ChunkFlow and call it first.")
     goal: dict[str, Any] = {}
     if (memory, slowdown, policy, plan) != (None, None, None, None):
@@ -59,11 +59,11 @@ def replan(
     elif as_measured:
         goal = {"plan": None}  # a plan from a file would run whatever was measured
     running = cycles(model) if as_measured else ()
-    apart = [program for program in found if not any(program.call.key in cycle.keys for cycle in running)]
+    apart = [program for program in all_programs if not any(program.call.key in cycle.keys for cycle in running)]
     sequences: list[Calls] = [*apart, *running]
     timed = sequences if as_measured else []
     if "policy" in goal:  # cycles are planned when their order has repeated again
-        sequences, timed = [*found], [s for s in timed if not s.keys]
+        sequences, timed = [*all_programs], [s for s in timed if not s.keys]
     times = _times(timed)
     with contextlib.ExitStack() as locks:
         for arena in sorted({sequence.arena for sequence in sequences}, key=id):
@@ -85,10 +85,10 @@ def _times(sequences: Sequence[Calls]) -> dict[Calls, Timings]:
     ranks = RankTimes(groups, dict(zip(names, map(_own_times, sequences), strict=True)))
     while ranks.missing:
         ranks.read(wait=True)
-    found = {s: times for s, name in zip(sequences, names, strict=True) if (times := ranks.timings[name]) is not None}
-    if len(found) < len(sequences):
+    largest = {s: times for s, name in zip(sequences, names, strict=True) if (times := ranks.timings[name]) is not None}
+    if len(largest) < len(sequences):
         raise ChunkflowError("No step was measured yet, here or on another rank: call the compiled model again.")
-    return found
+    return largest
 
 
 def _own_times(sequence: Calls) -> Timings | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,26 +45,21 @@ def refuse_fully_sharded(root: nn.Module) -> None:
 
 def refuse_unknown_parts(root: nn.Module) -> None:
     """Raise ChunkflowError for a weight with a part that torch.compile does not take."""
-    for name, tensor in tensors_of(root):
-        if (found := _unknown_part(tensor, name)) is not None:
-            path, part = found
-            raise ChunkflowError(
-                f"{path} is of type {type(part).__name__}, but __tensor_flatten__ names it as one of the tensors inside "
-                f"{name} ({type(tensor).__name__}), and torch.compile takes only tensors there: return it in the context."
-            )
-
-
-def _unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
-    """A part of a tensor subclass that torch.compile does not take: neither a tensor nor an opaque object of torch's."""
     taken = (torch.Tensor, *_opaque())
-    return next((found for found in parts(tensor, name) if not isinstance(found[1], taken)), None)
+    for name, tensor in tensors_of(root):
+        for path, part in parts(tensor, name):
+            if not isinstance(part, taken):
+                raise ChunkflowError(
+                    f"{path} is of type {type(part).__name__}, but __tensor_flatten__ names it as one of the tensors inside "
+                    f"{name} ({type(tensor).__name__}), and torch.compile takes only tensors there: return it in the context."
+                )
 
 
 def _opaque() -> tuple[type, ...]:
     """The bases of torch's opaque objects: one name in torch 2.13, another from 2.14 on, none in 2.11."""
     names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
-    found = (getattr(getattr(torch, module, None), name, None) for module, name in names)
-    return tuple(base for base in found if base is not None)
+    bases = (getattr(getattr(torch, module, None), name, None) for module, name in names)
+    return tuple(base for base in bases if base is not None)
 
 
 def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:

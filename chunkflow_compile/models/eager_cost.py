@@ -59,7 +59,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
-        self._known = weights
+        self._counted = weights  # storages that are counted already, and those of the weights
         self._now = self.most = self.traffic = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,23 +67,22 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in inputs:
             self._add(tensor)
         outputs = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-        fresh = [t for t in made if self._add(t)]
+        fresh = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and self._add(t)]
         if fresh:  # a view moves nothing
             self.traffic += sum(t.nbytes for t in (*inputs, *fresh))
         return outputs
 
     def _add(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, tensor.untyped_storage().nbytes()
-        if key in self._known:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._counted:
             return False
-        self._known.add(key)
+        self._counted.add(key)
         self._now += nbytes
         self.most = max(self.most, self._now)
         weakref.finalize(storage, self._drop, key, nbytes)
         return True
 
     def _drop(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        self._counted.discard(key)
         self._now -= nbytes

@@ -25,11 +25,11 @@ class Family:
         """A model with random weights, in evaluation mode."""
         return build_model(self.class_name, **config)
 
-    def inputs_in(self, dtype: torch.dtype, config: Config, shape: Shape) -> dict[str, Any]:
-        """The inputs of one step, those in floating point in ``dtype``."""
-        inputs = self.inputs(config, shape, None)
+    def model_and_inputs(self, config: Config, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+        """A model, and the inputs of one step, those in floating point in ``dtype``."""
+        model, inputs = self.build(config), self.inputs(config, shape, None)
         tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        return {**inputs, **{k: v.to(dtype) for k, v in tensors.items()}}
+        return model, {**inputs, **{k: v.to(dtype) for k, v in tensors.items()}}
 
 
 def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:

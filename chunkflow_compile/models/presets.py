@@ -119,9 +119,8 @@ class Preset:
         from .families import FAMILIES
         from .quantised import quantised
 
-        family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
-        model = family.build(self.config)
-        inputs = family.inputs_in(torch.bfloat16, self.config, shape)
+        shape = self.shape(sizes or self.sizes)
+        model, inputs = FAMILIES[self.family].model_and_inputs(self.config, shape, torch.bfloat16)
         if quantize is not None:
             quantised(model, quantize)
         return model, inputs

@@ -7,7 +7,8 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,14 +22,12 @@ _NF4_GROUP = 64
 
 
 class _Rows(nn.Module):
-    """One byte an element, and a scale for each output."""
+    """One byte an element, of ``dtype``, and a scale for each output."""
 
-    dtype: torch.dtype
-
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         shape, scales = linear.weight.shape, linear.weight.new_ones(linear.out_features, 1)
-        self.weight = nn.Parameter(linear.weight.new_zeros(shape).to(self.dtype), requires_grad=False)
+        self.weight = nn.Parameter(linear.weight.new_zeros(shape).to(dtype), requires_grad=False)
         self.scale = nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
 
@@ -36,15 +35,7 @@ class _Rows(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
 
 
-class Int8(_Rows):
-    dtype = torch.int8
-
-
-class Fp8(_Rows):
-    dtype = torch.float8_e4m3fn
-
-
-class Nf4(nn.Module):
+class _Nf4(nn.Module):
     """Two elements a byte, a table of 16 values, and a float32 scale for each 64 elements."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -63,7 +54,11 @@ class Nf4(nn.Module):
         return nn.functional.linear(x, groups.reshape(self.shape).to(x.dtype), self.bias)
 
 
-_LAYERS: Mapping[str, type[nn.Module]] = {"int8": Int8, "fp8": Fp8, "nf4": Nf4}
+_LAYERS: Mapping[str, Callable[[nn.Linear], nn.Module]] = {
+    "int8": partial(_Rows, dtype=torch.int8),
+    "fp8": partial(_Rows, dtype=torch.float8_e4m3fn),
+    "nf4": _Nf4,
+}
 
 
 def quantised(model: nn.Module, kind: Quantisation) -> nn.Module:

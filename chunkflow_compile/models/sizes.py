@@ -59,11 +59,11 @@ def build_model(class_name: str, **config: Any) -> nn.Module:
     import diffusers
 
     if (cls := getattr(diffusers, class_name, None)) is not None:
-        made: nn.Module = cls(**config)
+        model: nn.Module = cls(**config)
     else:
         check_installed(class_name, "transformers")
         import transformers
 
         cls = getattr(transformers, class_name)
-        made = cls(cls.config_class(**config))
-    return made.eval()
+        model = cls(cls.config_class(**config))
+    return model.eval()

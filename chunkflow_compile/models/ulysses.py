@@ -92,9 +92,10 @@ def _group_of(degree: int) -> dist.ProcessGroup:
     Every rank must call it.  The groups are created once, however many models are split over them.
     """
     wanted = f"chunkflow ulysses {degree}"
-    known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # those of this rank
-    if found := [group for group in known if group.group_desc == wanted]:
-        return found[0]
+    groups: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # those of this rank
+    for group in groups:
+        if group.group_desc == wanted:
+            return group
     # this sets the device, if none is set
     world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()
     if degree == world.size():
@@ -249,8 +250,8 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def _device_type() -> str:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def _resolve_on_cpu(model: Any, config: Any) -> Any:

@@ -52,18 +52,13 @@ def trace_without_weights(
         with fake:
             traced = trace(model, inputs, min_bytes)
         if pair is not None:
-            _refuse_mixed(traced, degree, pair.group_name)
+            most = max((ranks for name, ranks in traced.ranks.items() if name != pair.group_name), default=0)
+            if most > degree:
+                raise ChunkflowError(
+                    f"The model has collectives of {most} ranks, but a branch of classifier-free guidance has {degree}: "
+                    f"they would mix the branches. Give them a process group of {degree} ranks, from rank 0 on."
+                )
         return traced
-
-
-def _refuse_mixed(traced: Traced, degree: int, exchange: str) -> None:
-    """Refuse a model that splits itself over the ranks of both branches.  ``exchange``: group of the branches."""
-    most = max((ranks for name, ranks in traced.ranks.items() if name != exchange), default=0)
-    if most > degree:
-        raise ChunkflowError(
-            f"The model has collectives of {most} ranks, but a branch of classifier-free guidance has {degree}: they "
-            f"would mix the branches. Give them a process group of {degree} ranks, from rank 0 on."
-        )
 
 
 def load_build(name: str) -> Build:
@@ -90,15 +85,11 @@ def load_build(name: str) -> Build:
         raise ChunkflowError(f"{path} has no function {function!r}. Name one that returns (model, keyword arguments).")
 
     def checked() -> tuple[nn.Module, Mapping[str, Any]]:
-        made = build()
-        if not (
-            isinstance(made, tuple)
-            and len(made) == 2
-            and isinstance(made[0], nn.Module)
-            and isinstance(made[1], Mapping)
-        ):
-            raise ChunkflowError(f"{name} returned {type(made).__name__}: it must return (model, keyword arguments).")
-        return made[0].eval(), made[1]
+        built = build()
+        pair = isinstance(built, tuple) and len(built) == 2
+        if not pair or not isinstance(built[0], nn.Module) or not isinstance(built[1], Mapping):
+            raise ChunkflowError(f"{name} returned {type(built).__name__}: it must return (model, keyword arguments).")
+        return built[0].eval(), built[1]
 
     return checked
 

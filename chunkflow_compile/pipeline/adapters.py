@@ -31,7 +31,11 @@ def use_adapters(
         raise ChunkflowError(f"use_adapters takes a pipeline that loads adapters, not {type(pipe).__name__}.")
     budget = budget_of(pipe)
     with contextlib.nullcontext() if budget is None else budget.turn():
-        before = [_choice(layer) for layer in _tuned(pipe)]
+        models = [model for model in pipe.components.values() if isinstance(model, nn.Module)]
+        layers: list[Any] = [layer for m in models for layer in tuned_layers(m) if hasattr(layer, "lora_A")]
+        before = [
+            (layer, [*layer.active_adapters], dict(layer.scaling), bool(layer.disable_adapters)) for layer in layers
+        ]
         try:
             if names:
                 pipe.enable_lora()
@@ -44,14 +48,3 @@ def use_adapters(
                 layer.set_adapter([name for name in active if name in layer.lora_A])
                 layer.scaling.update({name: scale for name, scale in scaling.items() if name in layer.scaling})
                 layer.enable_adapters(not disabled)
-
-
-def _tuned(pipe: Any) -> Iterator[Any]:
-    """The layers of a pipeline that have LoRA adapters, or room for them."""
-    for model in pipe.components.values():
-        if isinstance(model, nn.Module):
-            yield from (layer for layer in tuned_layers(model) if hasattr(layer, "lora_A"))
-
-
-def _choice(layer: Any) -> tuple[Any, list[str], dict[str, float], bool]:
-    return layer, [*layer.active_adapters], dict(layer.scaling), bool(layer.disable_adapters)

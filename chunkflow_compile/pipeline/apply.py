@@ -20,6 +20,7 @@ from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.model.offload import bring_back, offload
 from chunkflow_compile.model.placement import placement_of, placements_of
+from chunkflow_compile.model.streamable import GGUF, class_of
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
@@ -29,7 +30,6 @@ from chunkflow_compile.pipeline.components import (
     check_dtypes,
     check_floor,
     components_of,
-    why_eager,
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.pipeline.phase import Phase, kept_by
@@ -38,7 +38,7 @@ from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.bytes import alias
 from chunkflow_compile.weights.checkpoint import Mappings
-from chunkflow_compile.weights.leaves import leaves_of
+from chunkflow_compile.weights.leaves import leaves_of, tensors_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import DriveBytes
@@ -104,14 +104,20 @@ def _apply(
 ) -> Budget | None:
     """Add the components of a pipeline to a budget, and return it; None if they got another one meanwhile."""
     models = components_of(pipe)
-    budget, made = _shared_budget(pipe, models), None
-    if budget is None:
+    budgets, own = _budgets((pipe, *models.values())), None
+    if len(budgets) > 1:
+        raise ChunkflowError(
+            "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
+        )
+    if budgets:
+        budget = budgets[0]
+    else:
         target = _default_device(device)
-        made = Budget(target, _total(memory, target))
-        budget = claim(pipe, made)
+        own = Budget(target, _total(memory, target))
+        budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            failed = budget is not made and not budget.phases and not budget.pipelines  # the apply that made it
+            failed = budget is not own and not budget.phases and not budget.pipelines  # the apply whose budget it is
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
             _extend(pipe, models, budget, device, memory, given)
@@ -124,19 +130,9 @@ def _apply(
     return budget
 
 
-def _shared_budget(pipe: Any, models: Mapping[str, nn.Module]) -> Budget | None:
-    """The budget that a pipeline or its components have already.  Raises ChunkflowError if there are several."""
-    found = _budgets((pipe, *models.values()))
-    if len(found) > 1:
-        raise ChunkflowError(
-            "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
-        )
-    return found[0] if found else None
-
-
 def _budgets(owners: Iterable[Any]) -> list[Budget]:
     """Those of pipelines and components, each once."""
-    return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
+    return [*dict.fromkeys(budget for owner in owners if (budget := budget_of(owner)) is not None)]
 
 
 def _extend(
@@ -193,8 +189,7 @@ def _add(
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     if room is not None:
-        stay = (placement_of(phase.root) for phase in budget.phases)
-        room = max(0, room - sum(placement.store.held_bytes for placement in stay if placement is not None))
+        room = max(0, room - budget.host_bytes)
     placed: list[nn.Module] = []
     try:
         for model in enabled:
@@ -233,8 +228,8 @@ def _sizes(adapters: Any) -> Mapping[str, Any]:
 def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]:
     """An arena for each component; ControlNets have that of the model that they alternate with in every step."""
     turns = [n for n, m in models.items() if n in _DENOISERS or "ControlNet" in type(m).__name__]
-    known = [phase.arena for name in turns if (phase := budget.phase_of(models[name])) is not None]
-    shared = known[0] if known else Arena(budget.device)
+    phases = (budget.phase_of(models[name]) for name in turns)
+    shared = next((phase.arena for phase in phases if phase is not None), None) or Arena(budget.device)
     return {name: shared if name in turns else Arena(budget.device) for name in models}
 
 
@@ -291,13 +286,19 @@ def _compile_phase(
     placement.owned_arena = phase.arena
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
+        # Of a list of frames that each call changes (Wan, Qwen-Image), Dynamo would compile each block for every state.
+        keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
-        if repeated_blocks(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
+        if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
         return
-    if (reason := why_eager(model)) is not None:
-        _log.warning("pipe.%s runs eagerly, and each op fetches its weights: %s", phase.name, reason)
+    if any(class_of(tensor) == GGUF for _, tensor in tensors_of(model)):
+        _log.warning(
+            "pipe.%s runs eagerly, and each op fetches its weights: torch.compile does not trace ops on GGUF weights, which "
+            "stay on the device",
+            phase.name,
+        )
         placement.store.warned = True
         budget.add(phase, ())
         return
@@ -313,18 +314,10 @@ def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
     return f"pipe.{name} of an applied pipeline" if budget is not None and budget.pipelines else None
 
 
-def _keeps_frames(decoder: nn.Module) -> bool:
-    """Whether a decoder takes a list of frames that each call changes (Wan, Qwen-Image): Dynamo would compile each of its
-    blocks for every state of the list.  It runs eagerly, and its weights are fetched op by op."""
-    return "feat_cache" in inspect.signature(decoder.forward).parameters
-
-
 def _default_device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return check_device(device)
-    return check_device(
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return check_device(device)
 
 
 def _total(memory: int | str | None, device: torch.device) -> int:

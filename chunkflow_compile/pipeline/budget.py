@@ -23,10 +23,11 @@ from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.model.offload import cycles, programs
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.model.replan import replan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.allocators import Allocator
-from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_memory, runs_once
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
@@ -58,7 +59,7 @@ class Budget:
         self.generated = False  # whether a generation has ended since apply
         self._allocator = Allocator(device)
         self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
-        self._told = False  # that phases run without gradients
+        self._warned = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
         self._running: tuple[Phase, int] | None = None  # the phase whose call runs now, and its thread
@@ -72,6 +73,12 @@ class Budget:
         """What is known of the phases now, in the order of the components."""
         small, first = kept_by(self.phases), {p.arena: p for p in reversed(self.phases)}
         return PipelineFigures(tuple(p.figures(small, first[p.arena]) for p in self.phases), self.total, self.most)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights of all phases in host memory."""
+        placements = (placement_of(phase.root) for phase in self.phases)
+        return sum(placement.store.held_bytes for placement in placements if placement is not None)
 
     def show(self) -> None:
         """Print what is known of the phases now, on the first rank only."""
@@ -140,8 +147,8 @@ class Budget:
         """No gradients, which compiled phases refuse, in a call outside of the pipeline's; unless its inputs have some."""
         if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
             return contextlib.nullcontext()
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             _log.warning("%s runs without gradients, as all components of an applied pipeline do", phase.name)
         return torch.no_grad()
 
@@ -153,7 +160,7 @@ class Budget:
         """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
         self._allocator.begin()
         rng, steps = RngSnapshot(self.device, call), phase.steps()
-        held, others, begun = phase.arena.held, self._held_beside(phase), time.perf_counter()
+        held, others, begun = phase.arena.held, self._held_by_others(phase), time.perf_counter()
         try:
             try:
                 result = call()
@@ -163,7 +170,7 @@ class Budget:
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if not out_of_memory(error):
                 raise
-            if again or has_ranks() or keeps_state(phase.root, call):
+            if again or runs_once(phase.root, call):
                 raise self._does_not_fit(phase, error) from error
         else:
             phase.ended(steps, time.perf_counter() - begun)
@@ -185,7 +192,7 @@ class Budget:
         """The phases whose weights live in the arena of this one, itself included."""
         return [other for other in self.phases if other.arena is phase.arena]
 
-    def _held_beside(self, phase: Phase) -> int:
+    def _held_by_others(self, phase: Phase) -> int:
         """Bytes that the other arenas hold."""
         return sum(arena.held for arena in {p.arena for p in self.phases} - {phase.arena})
 
@@ -221,7 +228,7 @@ class Budget:
         if phase.goal is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.goal, nbytes)
         for other in self._last:
-            if self._held_beside(phase) <= room:
+            if self._held_by_others(phase) <= room:
                 break
             if other.arena is not phase.arena and other.arena.held:
                 self._vacate([other])
@@ -277,13 +284,13 @@ class Budget:
         if peak is None:
             if phase.goal is None:
                 phase.activations = kept_by(self.phases)
-        elif others == self._held_beside(phase):  # otherwise the peak may have weights that gave way since
-            beside = max(0, peak - after - others)
+        elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
+            activations = max(0, peak - after - others)
             steady = held == after
             if steady and not phase.steady:
-                phase.activations, phase.steady = beside, True
+                phase.activations, phase.steady = activations, True
             elif steady or not phase.steady:
-                phase.activations = max(phase.activations, beside)
+                phase.activations = max(phase.activations, activations)
         try:
             replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit
@@ -299,17 +306,15 @@ class Budget:
         Returns whether.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.goal is not None]
-        rest = self.usable - max(p.activations for p in planned)
-        goals = {p: self._goal(p, rest + p.kept) for p in planned}
-        least = _WORTH_A_PLAN * self.total
-        goals = {p: goal for p, goal in goals.items() if p.goal is None or not p.goal <= goal <= p.goal + least}
-        for p, goal in goals.items():
-            self._set_goal(p, goal)
-        return bool(goals)
-
-    def _goal(self, phase: Phase, rest: int) -> int:
-        """What the plans of a phase may take of ``rest``, what the budget has for them."""
-        return rest if phase.most is None else min(rest, max(phase.most, phase.least))
+        rest, replanned = self.usable - max(p.activations for p in planned), False
+        for p in planned:
+            goal = rest + p.kept
+            if p.most is not None:
+                goal = min(goal, max(p.most, p.least))
+            if p.goal is None or not p.goal <= goal <= p.goal + _WORTH_A_PLAN * self.total:
+                self._set_goal(p, goal)
+                replanned = True
+        return replanned
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
         try:
@@ -334,8 +339,8 @@ class Budget:
 
 def budget_of(owner: Any) -> Budget | None:
     """The budget of a pipeline or of a component, None if it has none."""
-    found: Budget | None = getattr(owner, "__dict__", {}).get(BUDGET)
-    return found
+    budget: Budget | None = getattr(owner, "__dict__", {}).get(BUDGET)
+    return budget
 
 
 def claim(owner: Any, budget: Budget) -> Budget:
@@ -345,8 +350,8 @@ def claim(owner: Any, budget: Budget) -> Budget:
     """
     if budget_of(owner) is None:
         owner.__dict__.pop(BUDGET, None)  # that of a copy is None
-    found: Budget = owner.__dict__.setdefault(BUDGET, budget)
-    return found
+    own: Budget = owner.__dict__.setdefault(BUDGET, budget)
+    return own
 
 
 def unclaim(owner: Any, budget: Budget) -> None:

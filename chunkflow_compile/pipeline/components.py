@@ -13,7 +13,7 @@ from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.model.offload import cast_to
 from chunkflow_compile.model.placement import placement_of, placements_around
-from chunkflow_compile.model.streamable import BITSANDBYTES_INT8, GGUF, PLAIN, class_of, why_not
+from chunkflow_compile.model.streamable import BITSANDBYTES_INT8, PLAIN, class_of, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
 from chunkflow_compile.pipeline.phase import Phase, kept_by
@@ -34,8 +34,11 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
         raise ChunkflowError(
             f"apply takes a diffusers pipeline, not {type(pipe).__name__}: one model is for chunkflow_compile.compile(model)."
         )
-    found = {n: m for n, m in components.items() if isinstance(m, nn.Module) and any(True for _ in leaves_of(m))}
-    return {n: m for n, m in found.items() if next(k for k, v in found.items() if v is m) == n}
+    names: dict[nn.Module, str] = {}
+    for name, model in components.items():
+        if isinstance(model, nn.Module) and any(True for _ in leaves_of(model)):
+            names.setdefault(model, name)
+    return {name: model for model, name in names.items()}
 
 
 def check_component(name: str, model: nn.Module, device: torch.device) -> None:
@@ -51,7 +54,7 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
             "load the pipeline without device_map or group offloading, or call pipe.remove_all_hooks() and "
             "pipe.reset_device_map() instead of enable_model_cpu_offload()."
         )
-        if hasattr(model, "_hf_hook") and _quantiser(model) == "bitsandbytes":
+        if hasattr(model, "_hf_hook") and getattr(model, "quantization_method", None) == "bitsandbytes":
             undo = "accelerate may put it on models of bitsandbytes. Call pipe.remove_all_hooks() first."
         raise ChunkflowError(f"{what} is under {hook}, which moves its weights too: {undo}")
     for leaf in leaves_of(model):
@@ -72,8 +75,8 @@ def check_dtypes(dtype: Any, pipe: Any) -> None:
     """Raise ChunkflowError if ``dtype`` is none, or one for what is no component, such as a misspelt one."""
     for name, given in dtype.items() if isinstance(dtype, Mapping) else [("default", dtype)]:
         if name != "default" and name not in pipe.components:
-            known = ", ".join(components_of(pipe))
-            raise ChunkflowError(f"dtype has {name!r}, which is no component of this pipeline: use default, {known}.")
+            names = ", ".join(components_of(pipe))
+            raise ChunkflowError(f"dtype has {name!r}, which is no component of this pipeline: use default, {names}.")
         if given is not None and not isinstance(given, torch.dtype):
             raise ChunkflowError(f"dtype={given!r} is no dtype: give one of torch's, such as torch.bfloat16.")
 
@@ -93,19 +96,6 @@ def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def why_eager(model: nn.Module) -> str | None:
-    """Why a component is not compiled, None if it is."""
-    if any(class_of(tensor) == GGUF for _, tensor in tensors_of(model)):
-        return "torch.compile does not trace ops on GGUF weights, which stay on the device"
-    return None
-
-
-def _quantiser(model: nn.Module) -> str | None:
-    """The name of the library that quantised a model, as diffusers and transformers note it; None if they note none."""
-    found = getattr(model, "quantization_method", None)
-    return None if found is None else str(getattr(found, "value", found))
-
-
 def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
     """Raise ChunkflowError if something else moves the weights of a placed component, or has moved or compiled it."""
     model = phase.root
@@ -116,8 +106,7 @@ def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
         raise ChunkflowError(f"{what} was compiled after apply, which compiles it: {then}")
     for leaf in leaves_of(model):
         # what came later and is no part of a program yet may be on the CPU
-        known = isinstance(leaf, HostWeight) or leaf.device.type != "cpu"
-        if leaf.device != device and known:
+        if leaf.device != device and (isinstance(leaf, HostWeight) or leaf.device.type != "cpu"):
             raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after apply: {then}")
 
 
@@ -125,7 +114,7 @@ def _has_compiled_method(model: nn.Module) -> bool:
     """Whether torch.compile made a method of a module anew, as in ``vae.decode = torch.compile(vae.decode)``."""
     own = ((type(m), name, call) for m in model.modules() for name, call in vars(m).items())
     given = (getattr(call, "__dict__", {}) for kind, name, call in own if callable(getattr(kind, name, None)))
-    return any("_torchdynamo_orig_callable" in found and "_torchdynamo_disable" not in found for found in given)
+    return any("_torchdynamo_orig_callable" in marks and "_torchdynamo_disable" not in marks for marks in given)
 
 
 def _moving_hook(model: nn.Module) -> str | None:

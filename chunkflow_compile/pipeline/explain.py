@@ -37,8 +37,8 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
         raise ChunkflowError(
             f"This {type(compiled).__name__} is not applied: call chunkflow_compile.apply(pipe) first."
         )
-    found = [p for p in programs(compiled) if p.measurements]
-    if not found:
+    ran = [p for p in programs(compiled) if p.measurements]
+    if not ran:
         raise ChunkflowError(
             "No program of this model has run yet: compile it with ChunkFlow and call it first, also after restore."
         )
@@ -48,11 +48,11 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     if bound is not None:
         plan = bound.plan
         explanation = explain_plan(plan, measured(plan, bound.measurements), f"a pass over {len(bound.calls)} calls")
-        notes = dict.fromkeys(note for program in found for note in program.code.notes)
+        notes = dict.fromkeys(note for program in ran for note in program.code.notes)
         calls = tuple(call_figures(bound.cycle))
         return replace(explanation, calls=calls, jumps=bound.jumps, notes=tuple(notes), first_step=first_step)
     # of the newest size, and outside cycles
-    parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in found if (passes := p.passes)}
+    parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(
             "The programs of this model run as a cycle of which no pass was measured yet: call the model again."

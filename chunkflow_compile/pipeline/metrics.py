@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch.distributed as dist
@@ -85,49 +86,48 @@ class Metrics:
 
     def collect(self) -> list[Any]:
         """What is known now.  Takes no lock of a call, and waits for no device."""
-        with self._lock:
-            return self._collected()
-
-    def _collected(self) -> list[Any]:
         families, taken = self._families(), set[Arena]()
         rank = str(dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
-        for watched in self._known():
-            placements = _undisturbed(watched.placements)
-            if not placements:
-                continue
-            labels, counts = [watched.name, rank], watched.sums(placements)
-            for name, (_, figure) in _COUNTERS.items():
-                families[name].add_metric(labels, sum(map(figure, counts)))
-            count, seconds = sum(c.measured for c in counts), sum(c.measured_s for c in counts)
-            families[_CALL[0]].add_metric(labels, count_value=count, sum_value=seconds)
-            for name, value in self._gauges(watched, placements, taken).items():
-                families[name].add_metric(labels, value)
+        with self._lock:
+            for watched in self._present():
+                placements = _undisturbed(watched.placements)
+                if not placements:
+                    continue
+                labels, counts = [watched.name, rank], watched.sums(placements)
+                for name, (_, figure) in _COUNTERS.items():
+                    families[name].add_metric(labels, sum(map(figure, counts)))
+                calls, seconds = sum(c.measured for c in counts), sum(c.measured_s for c in counts)
+                families[_CALL[0]].add_metric(labels, count_value=calls, sum_value=seconds)
+                for name, value in self._gauges(watched, placements, taken).items():
+                    families[name].add_metric(labels, value)
         return [*families.values()]
 
     def _families(self) -> dict[str, Any]:
         core, labels = self._library, ("model", "rank")
-        made = {name: core.CounterMetricFamily(name, text, labels=labels) for name, (text, _) in _COUNTERS.items()}
-        made[_CALL[0]] = core.SummaryMetricFamily(*_CALL, labels=labels)
-        return made | {name: core.GaugeMetricFamily(name, text, labels=labels) for name, text in _GAUGES.items()}
+        counters = {name: core.CounterMetricFamily(name, text, labels=labels) for name, (text, _) in _COUNTERS.items()}
+        gauges = {name: core.GaugeMetricFamily(name, text, labels=labels) for name, text in _GAUGES.items()}
+        return {**counters, _CALL[0]: core.SummaryMetricFamily(*_CALL, labels=labels), **gauges}
 
-    def _known(self) -> list[_Watched]:
+    def _present(self) -> list[_Watched]:
         """The models to scrape: of pipelines, those that they have now."""
-        found: dict[int, tuple[str, nn.Module]] = {}
+        names: dict[nn.Module, str] = {}
         for owner in (o for ref in self._owners if (o := ref()) is not None):
-            models = _undisturbed(partial(models_of, owner))
-            for name, model in models.items():
-                found.setdefault(id(model), (name, model))
-        watched = [w for w in self._watched if w.root() is not None]
-        mine = {id(w.root()) for w in watched}
-        for key, (name, model) in found.items():
-            if key not in mine:
-                watched.append(_Watched(_free_name(name, watched), weakref.ref(model), []))
-        self._watched = watched
-        return [w for w in watched if id(w.root()) in found]
+            for name, model in _undisturbed(partial(models_of, owner)).items():
+                names.setdefault(model, name)
+        watched = {root: w for w in self._watched if (root := w.root()) is not None}
+        for model, name in names.items():
+            if model not in watched:
+                taken = {w.name for w in watched.values()}
+                numbered = (f"{name}-{number}" for number in count(2))
+                free = next(label for label in chain([name], numbered) if label not in taken)
+                watched[model] = _Watched(free, weakref.ref(model), [])
+        self._watched = [*watched.values()]
+        return [w for root, w in watched.items() if root in names]
 
     def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
         """``taken``: the arenas that are counted with an earlier model, which this adds to."""
-        arenas = {program.arena for p in placements for program in [*p.programs] if not program.closed} - taken
+        programs = [program for p in placements for program in [*p.programs] if not program.closed]
+        arenas = {program.arena for program in programs} - taken
         taken |= arenas
         buffers = [b for p in placements for b in p.store.buffers]
         figures: dict[str, float] = {
@@ -136,15 +136,11 @@ class Metrics:
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if b.drive is None),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.drive is not None),
         }
-        root = watched.root()
-        if root is not None and (budget := budget_of(root)) is not None:
+        goals = [program.code.settings.memory for program in programs]
+        if (budget := budget_of(watched.root())) is not None:
             figures["chunkflow_budget_bytes"] = budget.total
-        else:
-            goals = [
-                program.code.settings.memory for p in placements for program in [*p.programs] if not program.closed
-            ]
-            if goals and None not in goals:
-                figures["chunkflow_budget_bytes"] = max(g for g in goals if g is not None)
+        elif goals and None not in goals:
+            figures["chunkflow_budget_bytes"] = max(goal for goal in goals if goal is not None)
         return figures
 
 
@@ -186,15 +182,6 @@ def models_of(owner: Any) -> Mapping[str, nn.Module]:
     if not isinstance(getattr(owner, "components", None), Mapping):
         raise ChunkflowError(f"This {type(owner).__name__} is neither a model nor a diffusers pipeline.")
     return {name: unwrap(model) for name, model in components_of(owner).items()}
-
-
-def _free_name(name: str, watched: Iterable[_Watched]) -> str:
-    taken = {w.name for w in watched}
-    number = 2
-    free = name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
 
 
 def _undisturbed(read: Callable[[], Any]) -> Any:

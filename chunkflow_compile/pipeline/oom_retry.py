@@ -48,14 +48,11 @@ def out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def keeps_state(root: nn.Module, call: functools.partial[Any]) -> bool:
-    """Whether a call changes more than it returns, such as a step cache: half of it must not run twice."""
+def runs_once(root: nn.Module, call: functools.partial[Any]) -> bool:
+    """Whether a call must not run again: it changes more than it returns, such as a step cache, or other ranks take part."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return True
     given = (*call.args, *call.keywords.values())
     return any(caching_hook(m) is not None for m in root.modules()) or any(
         type(value).__name__.endswith("Cache") for value in given
     )
-
-
-def has_ranks() -> bool:
-    """Whether other ranks take part in the call: they would not run it again."""
-    return dist.is_initialized() and dist.get_world_size() > 1

@@ -58,8 +58,8 @@ class Phase:
     @property
     def root(self) -> nn.Module:
         """The model; an empty one once it is gone."""
-        found = self._root()
-        return nn.Module() if found is None else found
+        root = self._root()
+        return nn.Module() if root is None else root
 
     @property
     def begins(self) -> bool:
@@ -132,15 +132,15 @@ class Phase:
 
     def _predicted(self) -> float | None:
         """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
-        found = self._newest()
-        problems = {program.call.key: program.program.problem for program, _ in found}
+        newest = self._newest()
+        problems = {program.call.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
-            if all(id(program.code.cut) in cuts for program, _ in found):
+            if all(id(program.code.cut) in cuts for program, _ in newest):
                 return _predicted(bound, problems.keys())
             if problems.keys() == set(bound.keys):  # at other sizes
                 return _played(bound, problems)
-        times = [(count, s.plan.predicted.step_s) for s, count in found if s.plan.predicted is not None]
+        times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
     def seconds(self, wait: bool = False) -> float | None:
@@ -148,9 +148,9 @@ class Phase:
 
         ``wait``: for steps in flight; else of what is measured now.
         """
-        found = self._newest()
-        if found and not any(program.closed for program, _ in found):
-            steps = [([*(s.measurements if wait else s.call.measured)], count) for s, count in found]
+        newest = self._newest()
+        if newest and not any(program.closed for program, _ in newest):
+            steps = [([*(s.measurements if wait else s.call.measured)], count) for s, count in newest]
             if all(measured for measured, _ in steps):
                 return sum(count * _median([m.step_s for m in measured]) for measured, count in steps)
         return _median([*self._seconds]) if self._seconds else None

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-from torch import nn
 
 from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -48,9 +46,11 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     finally:
         for device in devices:
             device.measure(None)
-        known = set[int]()
+        shown = set[CallSequence]()
         for name, model in models_of(pipe_or_model).items():
-            if steps := sorted(_steps(model, begun, known), key=lambda step: step[0]):
+            sequences = [s for s in (*cycles(model), *programs(model)) if s not in shown]
+            shown.update(sequences)
+            if steps := sorted(_steps(sequences, begun), key=lambda step: step[0]):
                 _make(chosen, trace.set_span_in_context, name, steps, ns)
 
 
@@ -63,18 +63,10 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
     phase.end(ns(max(end for _, end, _ in steps)))
 
 
-def _steps(model: nn.Module, begun: float, known: set[int]) -> Iterator[_Step]:
-    """Those of a model that ended after ``begun``.  ``known``: the cycles shown already, which this adds to."""
-    for bound in [*cycles(model), *programs(model)]:
-        if id(bound) not in known:
-            known.add(id(bound))
-            yield from _passes(bound, begun)
-
-
-def _passes(bound: CallSequence, begun: float) -> Iterator[_Step]:
-    plan = bound.plan
-    for calls in bound.passes:
-        zero, whole, last = bound.arena.streams.zero, as_one(calls), calls[-1]
+def _steps(sequences: Iterable[CallSequence], begun: float) -> Iterator[_Step]:
+    """Those that ended after ``begun``."""
+    for sequence, calls in ((s, calls) for s in sequences for calls in s.passes):
+        plan, zero, whole, last = sequence.plan, sequence.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s
         if end <= begun:
             continue

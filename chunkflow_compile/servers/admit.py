@@ -28,7 +28,6 @@ from tabulate import tabulate
 from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for
-from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.eager_cost import eager_cost
 from chunkflow_compile.models.families import FAMILIES, Family
 from chunkflow_compile.models.presets import PRESETS
@@ -109,11 +108,11 @@ def admit(pipe: Any, **sizes: Any) -> Admission:
     budget = budget_of(pipe)
     if budget is None or isinstance(pipe, nn.Module):
         raise ChunkflowError(f"This {type(pipe).__name__} is not applied: call chunkflow_compile.apply(pipe) first.")
-    known: Admitter | None = pipe.__dict__.get(_ADMITTER)
-    if known is None or known.budget != budget.total:
-        known = pipe.__dict__[_ADMITTER] = Admitter.of(pipe)
-    known.others_s, known.host_bytes = _others(pipe, budget), _host_bytes(budget)
-    return known.admit(**sizes)
+    admitter: Admitter | None = pipe.__dict__.get(_ADMITTER)
+    if admitter is None or admitter.budget != budget.total:
+        admitter = pipe.__dict__[_ADMITTER] = Admitter.of(pipe)
+    admitter.others_s, admitter.host_bytes = _others(pipe, budget), budget.host_bytes
+    return admitter.admit(**sizes)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,7 +123,7 @@ class Admitter:
     ``nbytes``: of its weights by name, which may be quantised.  ``spatial``, ``temporal``: pixels and frames of an element
     of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of
     apply.  ``budget``, ``usable``: bytes on the device, and those of them that plans may count on.  ``counted``: whether
-    activations are.  ``found``: by text and batch.
+    activations are.  ``forecasts``: by text and batch.
     """
 
     pipeline: str
@@ -144,7 +143,7 @@ class Admitter:
     counted: bool
     others_s: float = 0.0
     host_bytes: int = 0
-    found: dict[tuple[int, int], tuple[_Forecast, ...]] = field(default_factory=dict)
+    forecasts: dict[tuple[int, int], tuple[_Forecast, ...]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
     @staticmethod
@@ -182,7 +181,7 @@ class Admitter:
             usable=budget.usable,
             counted=budget.device.type != "cpu",
             others_s=_others(pipe, budget),
-            host_bytes=_host_bytes(budget),
+            host_bytes=budget.host_bytes,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,12 +198,14 @@ class Admitter:
                 raise ChunkflowError(f"{self.pipeline} has no argument {name!r}; did you mean {close!r}?")
         given = {**self.defaults, **sizes}
         shape = self._shape(given)
-        forecast = self._known(shape)
+        forecast = self._cached(shape)
         if forecast is None:
             with self.lock:  # two threads trace nothing twice
-                forecast = self._known(shape) or self._traced(shape)
-                known = self.found.get((shape.text, shape.batch), ())
-                self.found[shape.text, shape.batch] = (forecast, *(f for f in known if f is not forecast))
+                forecast = self._cached(shape)
+                if forecast is None:
+                    forecast = self._traced(shape)
+                    others = self.forecasts.get((shape.text, shape.batch), ())
+                    self.forecasts[shape.text, shape.batch] = (forecast, *others)
         activations = forecast.activations_at(_tokens(shape))
         room, part = self.usable - activations, max(1, self.usable // _PARTS)
         least, goal, reason = forecast.least, room // part * part, ""
@@ -227,10 +228,10 @@ class Admitter:
             reason=reason,
         )
 
-    def _known(self, shape: Shape) -> _Forecast | None:
+    def _cached(self, shape: Shape) -> _Forecast | None:
         """What was traced around a request, None if nothing was."""
-        known = self.found.get((shape.text, shape.batch), ())
-        return next((f for f in known if f.tokens[0] <= _tokens(shape) <= f.tokens[-1]), None)
+        forecasts = self.forecasts.get((shape.text, shape.batch), ())
+        return next((f for f in forecasts if f.tokens[0] <= _tokens(shape) <= f.tokens[-1]), None)
 
     def _shape(self, given: Mapping[str, Any]) -> Shape:
         """The latent of a request."""
@@ -256,13 +257,13 @@ class Admitter:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
         done = subprocess.run(
-            command, input=pickle.dumps((replace(self, found={}), shape)), capture_output=True, env=environment
+            command, input=pickle.dumps((replace(self, forecasts={}), shape)), capture_output=True, env=environment
         )
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ChunkflowError(f"The transformer of {self.pipeline} could not be traced at {shape}: {last}")
-        found: _Forecast = pickle.loads(done.stdout)
-        return found
+        forecast: _Forecast = pickle.loads(done.stdout)
+        return forecast
 
     def trace(self, shape: Shape) -> _Forecast:
         """The transformer at three numbers of tokens."""
@@ -270,7 +271,7 @@ class Admitter:
         halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
         for times in _EDGES if halves else _FROM_HERE:
             at = replace(shape, height=int(shape.height * times), width=int(shape.width * times))
-            build = partial(_built, FAMILIES[self.family], self.config, at, self.dtype)
+            build = partial(FAMILIES[self.family].model_and_inputs, self.config, at, self.dtype)
             traced = trace_without_weights(build, self.ulysses, self.chosen.min_bytes, self.dtype)
             traced = replace(traced, fused=self.chosen.lowering != "eager")
             problem = make_cut(traced, self.chosen.group_bytes).problem
@@ -287,12 +288,12 @@ def _answer() -> None:
     os.dup2(2, 1)
     admitter, shape = pickle.load(sys.stdin.buffer)
     try:
-        found = admitter.trace(shape)
+        forecast = admitter.trace(shape)
     except Exception as error:  # noqa: BLE001  (whatever it is, the process that asked says it)
         traceback.print_exc()
         sys.exit(first_line(error))  # Dynamo adds lines after those of an error in traced code
     with out:
-        pickle.dump(found, out)
+        pickle.dump(forecast, out)
 
 
 def _family(model: nn.Module) -> Family:
@@ -300,8 +301,8 @@ def _family(model: nn.Module) -> Family:
     for family in [*FAMILIES.values()][::-1]:  # wan-i2v before wan
         if family.class_name == type(model).__name__ and (family.name != "wan-i2v" or config.get("image_dim")):
             return family
-    known = ", ".join(sorted({f.class_name for f in FAMILIES.values()}))
-    raise ChunkflowError(f"admit does not know the inputs of {type(model).__name__}; it knows those of {known}.")
+    classes = ", ".join(sorted({f.class_name for f in FAMILIES.values()}))
+    raise ChunkflowError(f"admit does not know the inputs of {type(model).__name__}; it knows those of {classes}.")
 
 
 def _branches(given: Mapping[str, Any]) -> int:
@@ -314,12 +315,6 @@ def _others(pipe: Any, budget: Budget) -> float:
     """Seconds of the other components' calls, as far as they were measured."""
     kind = type(pipe.transformer)
     return sum(phase.seconds() or 0.0 for phase in budget.phases if type(phase.root) is not kind)
-
-
-def _host_bytes(budget: Budget) -> int:
-    """Bytes of the weights in host memory."""
-    placed = [p for phase in budget.phases if (p := placement_of(phase.root)) is not None]
-    return sum(p.store.held_bytes for p in placed)
 
 
 @dataclass(eq=False)
@@ -352,15 +347,15 @@ class _Forecast:
 
     def seconds(self, plan: Plan, count: int) -> float:
         """Of a call with so many tokens, under a plan that was made for another number of them."""
-        simulator, parts = copy.copy(self._simulators[0]), _parts(self.tokens, count)
+        simulator = copy.copy(self._simulators[0])
         for name in ("compute_s", "collective_s", "link_s"):
             columns = zip(*(getattr(s, name) for s in self._simulators), strict=True)
-            setattr(simulator, name, [max(0.0, _sum_of(parts, column)) for column in columns])
+            setattr(simulator, name, [max(0.0, _interpolated(self.tokens, column, count)) for column in columns])
         return simulator.step_under(plan)
 
     def activations_at(self, count: int) -> int:
         """Bytes at so many tokens."""
-        return max(0, round(_sum_of(_parts(self.tokens, count), self.activations)))
+        return max(0, round(_interpolated(self.tokens, self.activations, count)))
 
 
 def _tokens(shape: Shape) -> int:
@@ -368,21 +363,12 @@ def _tokens(shape: Shape) -> int:
     return shape.frames * shape.height * shape.width
 
 
-def _parts(at: Sequence[int], x: int) -> list[float]:
-    """What the values at three points have of that at ``x``, on the parabola through them (Lagrange)."""
-    return [math.prod((x - other) / (here - other) for other in at if other != here) for here in at]
-
-
-def _sum_of(parts: Sequence[float], values: Sequence[float]) -> float:
+def _interpolated(at: Sequence[int], values: Sequence[float], x: int) -> float:
+    """The value at ``x`` on the parabola through ``values`` at three points (Lagrange)."""
+    parts = (math.prod((x - other) / (here - other) for other in at if other != here) for here in at)
     return sum(part * value for part, value in zip(parts, values, strict=True))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    found = getattr(model, "dtype", torch.float32)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
-
-
-def _built(
-    family: Family, config: Mapping[str, Any], shape: Shape, dtype: torch.dtype
-) -> tuple[nn.Module, dict[str, Any]]:
-    return family.build(config), family.inputs_in(dtype, config, shape)
+    dtype = getattr(model, "dtype", torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32

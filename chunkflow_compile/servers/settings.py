@@ -49,7 +49,12 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
         raise ChunkflowError(f"{OPTIONS} is {json.dumps(options)}, and must be a JSON object: {_EXAMPLE}.")
     if "memory" in options:
         raise ChunkflowError(f"memory is in {MEMORY} and in {OPTIONS}: leave it out of {OPTIONS}.")
-    _check({**options, "memory": memory})
+    from chunkflow_compile.options import parse_options  # imports torch, which a server without settings may not want
+
+    try:
+        parse_options({**options, "memory": memory})
+    except ChunkflowError as error:
+        raise ChunkflowError(f"{OPTIONS}: {error}") from error
     return Settings(memory, options, _port(environ.get(PORT, "").strip()))
 
 
@@ -59,15 +64,6 @@ def _port(text: str) -> int | None:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ChunkflowError(f"{PORT}={text!r} is no port: give a number from 1 to 65535, such as 9400.")
     return int(text)
-
-
-def _check(options: Mapping[str, object]) -> None:
-    from chunkflow_compile.options import parse_options  # imports torch, which a server without settings may not want
-
-    try:
-        parse_options(options)
-    except ChunkflowError as error:
-        raise ChunkflowError(f"{OPTIONS}: {error}") from error
 
 
 def known_release(distribution: str, oldest: str, before: str) -> bool:
@@ -89,5 +85,5 @@ def known_release(distribution: str, oldest: str, before: str) -> bool:
 
 def _numbers(release: str) -> tuple[int, ...]:
     """(0, 5, 23) of ``0.5.23.post1``."""
-    found = re.match(r"\d+(\.\d+)*", release)
-    return tuple(int(n) for n in found[0].split(".")) if found else ()
+    numbers = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(n) for n in numbers[0].split(".")) if numbers else ()

@@ -85,7 +85,7 @@ class Hooks:
         self._options: dict[str, Any] = dict(settings.options)
         self._memory = settings.memory
         self._scrape = Scrape(settings.port)
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def place(self, stage: Any, module: Any) -> None:
         """In place of layerwise offload while compiling: the transformer of a stage leaves its weights on the host."""
@@ -93,10 +93,9 @@ class Hooks:
         from torch import nn
 
         from chunkflow_compile.model.offload import offload
-        from chunkflow_compile.model.placement import placement_of
         from chunkflow_compile.options import parse_options
 
-        if isinstance(module, nn.Module) and placement_of(module) is None:
+        if isinstance(module, nn.Module) and not _streams(module):
             offload(module, get_local_torch_device(), min_bytes=parse_options(self._options).min_bytes)
             self._scrape.add(module)
             _log.info("%s is placed: its weights stream, at most %s on the device", type(module).__name__, self._memory)
@@ -108,9 +107,8 @@ class Hooks:
         the addresses of tensors and ask for the request's context; a graph of the whole model breaks there.
         """
         from chunkflow_compile.frontend.compile import compile as compile_by_kind
-        from chunkflow_compile.model.placement import placement_of
 
-        if placement_of(module) is None:
+        if not _streams(module):
             return original(registry, module, compile_kwargs=compile_kwargs)
         if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have it, too
             compile_by_kind(module, mode=compile_kwargs.get("mode"), memory=self._memory, **self._options)
@@ -123,11 +121,11 @@ class Hooks:
         from chunkflow_compile.units import size
 
         for module in manager.pipeline.modules.values():
-            if getattr(module, "_chunkflow_placement", None) is None or module in self._told:
+            if getattr(module, "_chunkflow_placement", None) is None or module in self._reported:
                 continue
-            if found := cycles(module):
-                plan = found[0].cycle.plan
-                self._told.add(module)
+            for running in cycles(module)[:1]:
+                plan = running.cycle.plan
+                self._reported.add(module)
                 _log.info(
                     "%s streams: a step copies %s, and %s of its weights are on the device",
                     type(module).__name__,
@@ -136,14 +134,19 @@ class Hooks:
                 )
 
 
+def _streams(module: Any) -> bool:
+    """Whether a module is placed."""
+    from chunkflow_compile.model.placement import placement_of  # imports torch
+
+    return placement_of(module) is not None
+
+
 def leave_alone(original: Callable[..., Any], name: str, module: Any, args: Any, **more: Any) -> Any:
     """AROUND the choice of what moves a component between requests: nothing moves one that is placed."""
     from sglang.multimodal_gen.runtime.managers.memory_managers import component_residency_strategies as strategies
     from sglang.multimodal_gen.runtime.managers.memory_managers import layerwise_offload_components as components
 
-    from chunkflow_compile.model.placement import placement_of
-
-    if placement_of(module) is not None:
+    if _streams(module):
         return strategies.ComponentResidencyStrategy()
     if components.is_dit_component_name(name):
         _log.warning("%s (%s) does not stream: its stage does not compile it as others do", name, type(module).__name__)
@@ -155,9 +158,7 @@ def merge_in_place(original: Callable[..., Any], pipe: Any, name: str, *args: An
 
     SGLang keeps the weight itself as what it was before, and gives it other memory: a placed weight is both.
     """
-    from chunkflow_compile.model.placement import placement_of
-
-    return None if placement_of(pipe.modules[name]) is not None else original(pipe, name, *args, **more)
+    return None if _streams(pipe.modules[name]) else original(pipe, name, *args, **more)
 
 
 def fp32_param(norm: Any, attr: str, param: Any, device: Any) -> Any:

@@ -44,7 +44,7 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
         return phase if phase.plan is not None else replace(phase, loading_s=c.weights / rate)
 
     def planned(c: Component) -> PhaseMemory:
-        others = _small_beside(c, components)
+        others = _small_of_others(c, components)
         room = usable(memory) - c.activations - others
         if c.problem is None and c.weights > room:
             raise _too_little(c, others, hardware, memory)
@@ -65,10 +65,10 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
 
 def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
     """The least budget in which all components run, bytes."""
-    return max(_needed(c, _small_beside(c, components), hardware) for c in components)
+    return max(_needed(c, _small_of_others(c, components), hardware) for c in components)
 
 
-def _small_beside(component: Component, components: Sequence[Component]) -> int:
+def _small_of_others(component: Component, components: Sequence[Component]) -> int:
     """Bytes of the small weights of the other components."""
     return sum(other.small for other in components if other is not component)
 

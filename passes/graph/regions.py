@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -75,6 +76,7 @@ class Cut:
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
         return replace(self, problem=_problem(traced, self.discovery, infos, self.sequence))
 
+    @cached_property
     def data_flow(self) -> dict[str, str]:
         """Each input, region, output, constant and top-level node, by name -> what it calls and reads, as a line.
 
@@ -129,13 +131,8 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
-    return Cut(
-        graph,
-        discovery,
-        tuple(regions),
-        tuple(sequence),
-        _problem(traced, discovery, [r.info for r in regions], sequence),
-    )
+    problem = _problem(traced, discovery, [r.info for r in regions], sequence)
+    return Cut(graph, discovery, tuple(regions), tuple(sequence), problem)
 
 
 class _Segments:
@@ -182,10 +179,7 @@ class _Segments:
 
     def dissolve(self) -> None:
         """Move segments that hold only views into the regions around them; Ulysses has some between its all-to-alls."""
-        members: dict[int, list[Node]] = {}
-        for node, segment in self.of.items():
-            members.setdefault(segment, []).append(node)
-        for segment, nodes in members.items():
+        for segment, nodes in self._members().items():
             if not all(is_view(n) for n in nodes):
                 continue
             targets = {node: self._home_of_view(node, segment) for node in nodes}
@@ -221,17 +215,19 @@ class _Segments:
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
         """Segments (as lists of nodes) and collectives, in program order."""
-        members: dict[int, list[Node]] = {}
-        for node in self.graph.graph.nodes:
-            if node in self.of:
-                members.setdefault(self.of[node], []).append(node)
-        emitted: set[int] = set()
+        members = self._members()
         for node in self.graph.graph.nodes:
             if node.op == "call_function" and self.is_top_level(node):
                 yield node
-            elif node in self.of and self.of[node] not in emitted:
-                emitted.add(self.of[node])
-                yield members[self.of[node]]
+            elif nodes := members.pop(self.of.get(node, -1), None):
+                yield nodes
+
+    def _members(self) -> dict[int, list[Node]]:
+        """The nodes of each segment, in program order."""
+        members: dict[int, list[Node]] = {}
+        for node, segment in self.of.items():
+            members.setdefault(segment, []).append(node)
+        return members
 
     def is_top_level(self, node: Node) -> bool:
         if node.op != "call_function":
@@ -299,7 +295,8 @@ def _build(
             copies[node] = new.node_copy(node, resolve)
         else:
             assert node not in members, "regions keep program order"
-            with new.inserting_before(_first_non_placeholder(new)):
+            computed = (n for n in new.nodes if n.op != "placeholder")
+            with new.inserting_before(next(computed, new._root)):
                 placeholder = new.placeholder(f"in_{len(inputs)}")
             placeholder.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
             copies[node] = inputs[node] = placeholder
@@ -335,10 +332,6 @@ def _build(
 
 def _cost(module: GraphModule, traced: Traced) -> RegionCost:
     return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
-
-
-def _first_non_placeholder(graph: Graph) -> Node:
-    return next((n for n in graph.nodes if n.op != "placeholder"), graph._root)
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:

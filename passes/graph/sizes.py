@@ -81,22 +81,15 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
             return value
         shape, stride = ([concrete(n, sizes) for n in numbers] for numbers in (value.shape, value.stride()))
         return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-    if isinstance(value, torch.SymInt):
-        return int(_at(value, sizes))
-    if isinstance(value, torch.SymBool):
-        return bool(_at(value, sizes))
-    if isinstance(value, torch.SymFloat):
-        return float(_at(value, sizes))
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        expression = value.node.expr
+        numbers = {symbol: sympy.Integer(sizes[symbol.name]) for symbol in expression.free_symbols}
+        return value.node.pytype(expression.xreplace(numbers))
     if isinstance(value, (list, tuple)):
         return type(value)(concrete(v, sizes) for v in value)
     if isinstance(value, dict):
         return {name: concrete(v, sizes) for name, v in value.items()}
     return value
-
-
-def _at(number: Any, sizes: Mapping[str, int]) -> Any:
-    expression = number.node.expr
-    return expression.xreplace({symbol: sympy.Integer(sizes[symbol.name]) for symbol in expression.free_symbols})
 
 
 def _bound(name: str, values: Iterable[Any]) -> int | None:

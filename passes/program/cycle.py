@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 
 from torch.fx import Node
 
@@ -139,31 +140,17 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
     """The programs of ``calls`` under a plan of their joined problem."""
     problem = join(calls)
     plan.check_problem(problem)
-    ops = transfers_of(problem, plan)
-    starts, start = list[int](), 0
-    programs = []
-    flows: dict[int, Mapping[str, str]] = {}  # calls of one graph share it
-    for number, call in enumerate(calls):
-        if id(call.cut) not in flows:
-            flows[id(call.cut)] = call.cut.data_flow()
-        flow = flows[id(call.cut)]
-        starts.append(start)
-        programs.append(_rewritten_call(call, plan, ops, number, start, flow, share))
-        start += len(call.cut.regions)
-    return Cycle(problem, plan, tuple(programs), tuple(starts))
+    starts = accumulate((len(call.cut.regions) for call in calls[:-1]), initial=0)
+    cycle = Cycle(problem, plan, (), tuple(starts))
+    programs = (rewritten(cycle, number, call, share=share) for number, call in enumerate(calls))
+    return replace(cycle, calls=tuple(programs))
 
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
     """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
-    flow = call.cut.data_flow()
-    return _rewritten_call(call, cycle.plan, cycle.transfers, number, cycle.starts[number], flow, share)
-
-
-def _rewritten_call(
-    call: Call, plan: Plan, ops: Transfers, number: int, start: int, flow: Mapping[str, str], share: bool
-) -> Program:
-    place = CyclePlace(call.problem(), call.names, ops, start, lambda name: collective_name(number, name), flow)
-    return rewrite(call.cut, plan, share=share, place=place)
+    collective = partial(collective_name, number)
+    place = CyclePlace(call.problem(), call.names, cycle.transfers, cycle.starts[number], collective)
+    return rewrite(call.cut, cycle.plan, share=share, place=place)
 
 
 def collective_name(call: int, name: str) -> str:

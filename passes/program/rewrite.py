@@ -75,10 +75,8 @@ class Program:
 
     def same_as(self, other: Program) -> bool:
         """Whether two programs compute the same on the same weights, with the same transfers."""
-        return self.plan == other.plan and self._keys() == other._keys()
-
-    def _keys(self) -> list[str]:
-        return [region.key for region in self.problem.regions]
+        keys, others = ([region.key for region in p.problem.regions] for p in (self, other))
+        return self.plan == other.plan and keys == others
 
     def __str__(self) -> str:
         return listing(self.module)
@@ -90,7 +88,7 @@ class CyclePlace:
 
     ``problem``: that of the cut, with the names of the cycle.  ``names``: name of a weight in the cut -> in the cycle.
     ``transfers``: of the whole cycle.  ``start``: the program's first window.  ``collective``: the name in the cycle of a
-    collective.  ``flow``: the cut's data flow.
+    collective.
     """
 
     problem: Problem
@@ -98,7 +96,6 @@ class CyclePlace:
     transfers: Transfers
     start: int
     collective: Callable[[str], str]
-    flow: Mapping[str, str]
 
 
 def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | None = None) -> Program:
@@ -109,7 +106,7 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | Non
     if place is None:
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
-        place = CyclePlace(cut.problem, names, transfers_of(cut.problem, plan), 0, str, cut.data_flow())
+        place = CyclePlace(cut.problem, names, transfers_of(cut.problem, plan), 0, str)
     return _Writer(cut, plan, share, place).write()
 
 
@@ -151,8 +148,8 @@ class _Writer:
         # lazy: the executor runs the graph node by node, so its Python code would be written for nothing
         module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
-        place, dropped = self.place, releases(self.graph)
-        return Program(module, place.problem, self.plan, names, self.regions, dropped, place.flow, place.start)
+        place, dropped, flow = self.place, releases(self.graph), self.cut.data_flow
+        return Program(module, place.problem, self.plan, names, self.regions, dropped, flow, place.start)
 
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)

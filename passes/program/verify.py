@@ -27,7 +27,7 @@ Contract
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
@@ -115,19 +115,31 @@ def check(program: Program | Cycle, order: HappensBefore | None = None) -> Itera
     keys: dict[GraphModule, str] = {}
     memories = list[Memory]()
     for call in cycle.calls:
-        misplaced = list(check_operands(call))
-        yield from misplaced
-        yield from check_order(call)
-        yield from check_data_flow(call, keys)
-        if misplaced:
-            return  # what follows goes from values to their operands, which may be a circle
-        memories.append(memory := program_memory(call))
-        yield from check_readers(call, memory)
+        memory = yield from _check_graph(call, keys)
+        if memory is None:
+            return
+        memories.append(memory)
     yield from check_turns(order)
     yield from check_borders(cycle, order)
     yield from check_reads(cycle, order)
     for call, memory in zip(cycle.calls, memories, strict=True):
         yield from check_collectives(call, memory, order if single else None)
+
+
+def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Generator[str, None, Memory | None]:
+    """Check that a program is the traced graph, and return its memory.
+
+    None if an operand comes after its reader: other checks go from values to their operands, which may be a circle.
+    """
+    misplaced = list(check_operands(program))
+    yield from misplaced
+    yield from check_order(program)
+    yield from check_data_flow(program, keys)
+    if misplaced:
+        return None
+    memory = program_memory(program)
+    yield from check_readers(program, memory)
+    return memory
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
@@ -212,13 +224,9 @@ def _check_place(
     own_marks: Arrivals,
     keys: MutableMapping[GraphModule, str],
 ) -> Iterator[str]:
-    misplaced = list(check_operands(program))
-    yield from misplaced
-    yield from check_order(program)
-    yield from check_data_flow(program, keys)
-    if misplaced:
+    memory = yield from _check_graph(program, keys)
+    if memory is None:
         return
-    yield from check_readers(program, memory := program_memory(program))
     yield from check_collectives(program, memory)
     # the names of other weights need not be those of the cycle
     streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}

@@ -63,7 +63,7 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
 
 def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
     """What does not fit, with activations as on a GPU, which counts them; and what is no request."""
-    for forecast in pipe.__dict__["_chunkflow_admitter"].found.values():
+    for forecast in pipe.__dict__["_chunkflow_admitter"].forecasts.values():
         forecast[0].activations = (1 << 20, 2 << 20, 3 << 20)
     answer = admit(pipe, **sizes)
     assert not answer.fits and "give apply at least memory=" in answer.reason and "no: " in str(answer)
