@@ -54,11 +54,6 @@ class Window:
     def parts(self) -> tuple[tuple[float, float], ...]:
         return self.compute_s, self.exposed_s, self.collective_s
 
-    @property
-    def off_s(self) -> float:
-        """Measured minus predicted seconds of the window."""
-        return sum(m - p for p, m in self.parts)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorstStall:
@@ -132,7 +127,7 @@ class Explanation:
         if every_window:
             parts.append(f"windows:\n\n{_windows(self.windows)}")
         else:
-            most = sorted(self.windows, key=lambda w: -abs(w.off_s))[:SHOWN]
+            most = sorted(self.windows, key=lambda w: -abs(sum(m - p for p, m in w.parts)))[:SHOWN]
             parts.append(f"windows that differ most from what was predicted:\n\n{_windows(most)}")
         if self.first_step:
             parts.append(fill(first_step_line(self.first_step), PROSE_WIDTH))
