@@ -385,10 +385,8 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
     copies ran that the factor would be noise.
     """
     pairs = [(arm, arms[RESIDENT].compute_s) for arms in ranks for arm in arms.values()]
-    more, base = (
-        sum(arm.compute_s - resident_s for arm, resident_s in pairs),
-        sum(resident_s for _, resident_s in pairs),
-    )
+    more = sum(arm.compute_s - resident_s for arm, resident_s in pairs)
+    base = sum(resident_s for _, resident_s in pairs)
     copied_s = sum(arm.copying * resident_s for arm, resident_s in pairs)
     return max(1.0, 1 + more / copied_s) if copied_s > _LEAST_COPYING * base else 1.0
 

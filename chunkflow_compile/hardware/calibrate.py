@@ -212,10 +212,9 @@ def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_F
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
     """Seconds to start a copy, and bytes/s.  Copies of weights are queued, so most of the time to start one is hidden."""
-    (small, short), (large, long) = (
-        (size, _in_a_row(device, copier(device, size, walk=256 * MIB), calls))
-        for size, calls in ((MIB, 256), (64 * MIB, 8))
-    )
+    small, large = MIB, 64 * MIB
+    short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
+    long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)
     rate = (large - small) / (long - short)
     return float(f"{max(0.0, short - small / rate):.3g}"), round(rate)
 
