@@ -258,10 +258,8 @@ class Turns:
             self.progress.set_description(f"{arm.name}: plan")
             planned = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
             if planned is None:
-                plan, problem = layerwise.program.plan, code.program.problem
-                planned = code.remade(
-                    **settings_of(arm, plan, problem, timings, self.hardware.copy_rate, self.job.regime.most)
-                )
+                plan, problem, rate = layerwise.program.plan, code.program.problem, self.hardware.copy_rate
+                planned = code.remade(**settings_of(arm, plan, problem, timings, rate, self.job.regime.most))
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned)

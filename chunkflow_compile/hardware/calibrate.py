@@ -155,11 +155,8 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     cache = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
     inside = cache_rate(source[: cache // 16], partial(_in_a_row, device)) if cache else rate
-    yield (
-        "cache_bandwidth",
-        max(rate, inside),
-        "pointwise kernels in a row on a quarter of the cache, less their starts",
-    )
+    how = "pointwise kernels in a row on a quarter of the cache, less their starts"
+    yield "cache_bandwidth", max(rate, inside), how
 
 
 def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], float]) -> int:
