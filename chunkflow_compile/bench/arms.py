@@ -85,10 +85,6 @@ def settings_of(
 
 def block_bytes(problem: Problem) -> int:
     """Weight bytes of the largest block."""
-    return max(
-        (
-            sum(w.nbytes for w in problem.weights if w.uses and begin <= w.uses[0] <= end)
-            for begin, end in block_regions(problem)
-        ),
-        default=0,
-    )
+    used = [w for w in problem.weights if w.uses]
+    blocks = (sum(w.nbytes for w in used if begin <= w.uses[0] <= end) for begin, end in block_regions(problem))
+    return max(blocks, default=0)

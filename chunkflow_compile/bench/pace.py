@@ -7,7 +7,7 @@ sleeps until its duration is over, so the duration holds as long as the slack co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -31,29 +31,19 @@ def paced(code: Code, compute_s: Sequence[float], pace: float, clock: HostClock 
     taken: dict[str, list[float]] = {}
     for name, seconds in zip(names, compute_s, strict=True):
         taken.setdefault(name, []).append(seconds)
-    schedule = _Schedule(clock)
-    regions: Mapping[str, Callable[..., Sequence[Any]]] = {
-        name: schedule.hold(region, pace * fmean(taken[name])) for name, region in code.regions.items()
-    }
-    return replace(code, regions=regions)
+    late_s = 0.0  # by which the region before has ended late; it shortens the next ones, by its own duration at most
 
-
-class _Schedule:
-    """Ends regions on time.  A region that ends late shortens the next ones, by its own duration at most."""
-
-    def __init__(self, clock: HostClock) -> None:
-        self._clock = clock
-        self._late_s = 0.0
-
-    def hold(self, region: Callable[..., Sequence[Any]], seconds: float) -> Callable[..., Sequence[Any]]:
-        now = self._clock.now
-
+    def hold(region: Callable[..., Sequence[Any]], duration_s: float) -> Callable[..., Sequence[Any]]:
         def run(*args: Any) -> Sequence[Any]:
-            due = now() + seconds - self._late_s
+            nonlocal late_s
+            due = clock.now() + duration_s - late_s
             outputs = region(*args)
-            if (left := due - now()) > 0:
-                self._clock.sleep(left)
-            self._late_s = min(max(0.0, now() - due), seconds)
+            if (left := due - clock.now()) > 0:
+                clock.sleep(left)
+            late_s = min(max(0.0, clock.now() - due), duration_s)
             return outputs
 
         return run
+
+    regions = {name: hold(region, pace * fmean(taken[name])) for name, region in code.regions.items()}
+    return replace(code, regions=regions)

@@ -42,10 +42,8 @@ def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
 
 def _model_and_inputs(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     if job.model is None:
-        regime = job.regime
-        return small_model(regime.family, regime.size), lambda step: small_inputs(
-            regime.family, regime.size, step + REHEARSAL
-        )
+        family, size = job.regime.family, job.regime.size
+        return small_model(family, size), lambda step: small_inputs(family, size, step + REHEARSAL)
     model, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
     return model, lambda step: _inputs_of_step(given, step)
 

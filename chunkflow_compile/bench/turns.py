@@ -258,10 +258,8 @@ class Turns:
             self.progress.set_description(f"{arm.name}: plan")
             planned = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
             if planned is None:
-                plan, problem = layerwise.program.plan, code.program.problem
-                planned = code.remade(
-                    **settings_of(arm, plan, problem, timings, self.hardware.copy_rate, self.job.regime.most)
-                )
+                plan, problem, rate = layerwise.program.plan, code.program.problem, self.hardware.copy_rate
+                planned = code.remade(**settings_of(arm, plan, problem, timings, rate, self.job.regime.most))
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned)
@@ -385,10 +383,8 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
     copies ran that the factor would be noise.
     """
     pairs = [(arm, arms[RESIDENT].compute_s) for arms in ranks for arm in arms.values()]
-    more, base = (
-        sum(arm.compute_s - resident_s for arm, resident_s in pairs),
-        sum(resident_s for _, resident_s in pairs),
-    )
+    more = sum(arm.compute_s - resident_s for arm, resident_s in pairs)
+    base = sum(resident_s for _, resident_s in pairs)
     copied_s = sum(arm.copying * resident_s for arm, resident_s in pairs)
     return max(1.0, 1 + more / copied_s) if copied_s > _LEAST_COPYING * base else 1.0
 

@@ -41,13 +41,8 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     add("--cfg-parallel", type=int, default=1, metavar="N", help=branches)
     add_hardware(parser, MACHINE)
     add_kernels(parser)
-    add(
-        "--nodes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="machines that the ranks are on, equally many on each (default 1)",
-    )
+    nodes = "machines that the ranks are on, equally many on each (default 1)"
+    add("--nodes", type=int, default=1, metavar="N", help=nodes)
     goal = parser.add_mutually_exclusive_group()
     within = "most weight bytes on the device, such as 4GiB: the fastest plan within them"
     goal.add_argument("--memory", metavar="SIZE", help=within)

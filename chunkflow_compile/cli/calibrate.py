@@ -48,20 +48,16 @@ def profile_table(profile: Hardware) -> str:
     """The figures of a profile as a table."""
     rows = [(f"GEMM in {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.gemm_flops.items()]
     rows += [(f"attention by {k}", f"{rate / 1e12:.3g} TFLOP/s") for k, rate in profile.attention_flops.items()]
+    latency_us = profile.collective_latency_s * 1e6
+    assumed = "" if "drive_bandwidth" in profile.sources else ", assumed"
     rows += [
         ("attention takes", profile.attention),
         ("memory", f"{profile.memory_rate / 1e9:.4g} GB/s"),
         ("cache", f"{size(profile.cache_bytes)}, {profile.cache_bandwidth / 1e9:.4g} GB/s"),
         ("a kernel", f"{profile.kernel_s * 1e6:.3g} us"),
         ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us a chunk"),
-        (
-            "collective",
-            f"{profile.collective_bandwidth / 1e9:.4g} GB/s, {profile.collective_latency_s * 1e6:.3g} us each",
-        ),
-        (
-            "drive",
-            f"{profile.drive_bandwidth / 1e9:.4g} GB/s{'' if 'drive_bandwidth' in profile.sources else ', assumed'}",
-        ),
+        ("collective", f"{profile.collective_bandwidth / 1e9:.4g} GB/s, {latency_us:.3g} us each"),
+        ("drive", f"{profile.drive_bandwidth / 1e9:.4g} GB/s{assumed}"),
         ("a region", f"{profile.launch_s * 1e6:.3g} us"),
         ("copy beside a collective", f"{profile.copy_slowdown:.2f} times as long"),
         ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),

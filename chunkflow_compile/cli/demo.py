@@ -23,39 +23,39 @@ def run(arguments: argparse.Namespace) -> int:
     if min([arguments.steps, *given.values()]) < 1:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
     dump = _dump_folder(arguments.dump)
-    records: dict[str, BenchRecord] = {}
+    results: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
         sized = replace(regime, size=replace(regime.size, **given))
         job = job_of(sized, arguments.steps, lowering=arguments.lowering, dump=str(dump / name))
         ranks = run_job(job)
-        records[name] = record = summarise(job, ranks)
-        ratios = {arm: f"{record.ratio(arm, RESIDENT):.3f}" for arm in record.record.arms}
-        shown = table(record.record, {"to resident": ratios})
-        say(arguments, f"{name}: {regime.shows}\n{conditions(job, record)}\n\n{shown}\n")
-    for name, record in records.items():
-        say(arguments, f"{name}: {_result(record)}")
+        results[name] = result = summarise(job, ranks)
+        ratios = {arm: f"{result.ratio(arm, RESIDENT):.3f}" for arm in result.record.arms}
+        shown = table(result.record, {"to resident": ratios})
+        say(arguments, f"{name}: {regime.shows}\n{conditions(job, result)}\n\n{shown}\n")
+    for name, result in results.items():
+        say(arguments, f"{name}: {_finding(result)}")
     program = ranks[0].arms["chunkflow"].program  # of the regime that was measured last
     folder = None if program is None else program.folder
     say(arguments, f"\nprogram: {folder}/04_verified.py\nto explain it: {called('explain', str(folder))}")
-    bodies = {name: record.record.body for name, record in records.items()}
+    bodies = {name: result.record.body for name, result in results.items()}
     write_json(arguments, {**bodies["compute-rich"], "regimes": bodies})
-    return 0 if all(arm.equal_to_resident for r in records.values() for arm in r.record.arms.values()) else 1
+    return 0 if all(arm.equal_to_resident for r in results.values() for arm in r.record.arms.values()) else 1
 
 
-def _result(record: BenchRecord) -> str:
+def _finding(result: BenchRecord) -> str:
     """The result of a regime, in one sentence."""
-    mine = record.record.arms["chunkflow"]
+    mine = result.record.arms["chunkflow"]
     share = (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
     return (
-        f"a step of chunkflow takes {_arm_ratio(record, 'chunkflow', RESIDENT)} times as long as the resident step, with "
-        f"{100 * share:.0f} % of the weights on the device; it is {_arm_ratio(record, 'layerwise', 'chunkflow')} times as "
+        f"a step of chunkflow takes {_arm_ratio(result, 'chunkflow', RESIDENT)} times as long as the resident step, with "
+        f"{100 * share:.0f} % of the weights on the device; it is {_arm_ratio(result, 'layerwise', 'chunkflow')} times as "
         "fast as layerwise"
     )
 
 
-def _arm_ratio(record: BenchRecord, arm: str, base: str) -> str:
+def _arm_ratio(result: BenchRecord, arm: str, base: str) -> str:
     """The median of all rounds, and the rounds it comes from: far apart, they say that the machine was busy."""
-    rounds = record.ratios(arm, base)
+    rounds = result.ratios(arm, base)
     return f"{median(rounds):.2f} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 

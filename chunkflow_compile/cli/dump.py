@@ -64,10 +64,7 @@ def _show(arguments: argparse.Namespace, target: Target, finished: list[Stage], 
         say(arguments, render(stage_lines(stage), note, full=arguments.full).rstrip("\n"))
     else:
         report = writer.finish(target.heading, target.forwards)
-        rows = [
-            (w.name, w.path.name, w.lines, *(("", "") if w.change is None else (f"+{w.change[0]}", f"-{w.change[1]}")))
-            for w in writer.written
-        ]
+        rows = [(w.name, w.path.name, w.lines, w.added, w.removed) for w in writer.written]
         say(arguments, f"{target.heading}\n")
         say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed")))
         say(arguments, f"\nread first: {report}")

@@ -89,5 +89,5 @@ def _components(
 
 
 def _component(name: str, cost: EagerCost, calls: int, problem: Problem | None = None) -> Component:
-    figures = {"weights": cost.weights, "small": cost.small, "activations": cost.activations}
-    return Component(name=name, **figures, calls=calls, problem=problem)
+    weights, small, activations = cost.weights, cost.small, cost.activations
+    return Component(name=name, weights=weights, small=small, activations=activations, calls=calls, problem=problem)

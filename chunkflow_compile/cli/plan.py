@@ -23,12 +23,6 @@ from .target import load_and_plan, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.curve:
-        check_picture(arguments.curve)
-    if arguments.curve is not None and (
-        arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto"
-    ):
-        raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
     if arguments.curve is not None:
         return _curve(arguments)
     target, plan = load_and_plan(arguments, Progress(2))
@@ -48,7 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _curve(arguments: argparse.Namespace) -> int:
-    target, picture = load_target(arguments, Progress(1)), arguments.curve
+    picture = arguments.curve
+    if picture:
+        check_picture(picture)
+    if arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto":
+        raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
+    target = load_target(arguments, Progress(1))
     note_rates(target)
     problem, chunk_bytes = target.problem, target.settings.chunk_bytes
     plans = plans_along(problem, target.hardware, chunk_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
-from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
 
 from .degrees import sweep
@@ -29,18 +29,18 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.phase("planning"):
         note_rates(target)
         plans = {policy: _plan(target, policy) for policy in policies}
+    predicted = {policy: plan.predicted for policy, plan in plans.items() if plan.predicted is not None}
     record = ComparisonRecord(
         model=f"{target.title}, simulated on {target.machine}",
         degree=target.degree,
         cfg_parallel=target.cfg_parallel,
         arms={
-            name: ArmRecord.predicted(plan, plan.predicted, target.problem.total_bytes, target.forwards)
-            for name, plan in plans.items()
-            if plan.predicted is not None
+            policy: ArmRecord.predicted(plans[policy], step, target.problem.total_bytes, target.forwards)
+            for policy, step in predicted.items()
         },
     )
     say(arguments, f"{record.model}; {target.parallel}, {target.calls}\n")
-    say(arguments, table(record, _policy_columns(plans, target.forwards)))
+    say(arguments, table(record, _policy_columns(predicted, target.forwards)))
     write_json(arguments, record.body)
     return 0
 
@@ -56,8 +56,7 @@ def _plan(target: Target, policy: Policy) -> Plan:
     )
 
 
-def _policy_columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
-    predicted = {name: plan.predicted for name, plan in plans.items() if plan.predicted is not None}
+def _policy_columns(predicted: Mapping[str, Prediction], forwards: int) -> dict[str, dict[str, object]]:
     columns: dict[str, dict[str, object]] = {
         "collectives slowed by": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}
     }

@@ -184,12 +184,10 @@ def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Ta
 
 def note_rates(target: Target) -> None:
     """Print a note on stderr if the machine has no rate for a dtype of the model."""
-    rates = target.hardware.gemm_flops
+    name, rates = target.hardware.name, target.hardware.gemm_flops
     missing = sorted({r.cost.dtype for r in target.problem.regions if r.cost.flops} - set(rates))
     if missing:
-        note = (
-            f"{target.hardware.name} has no rate for {', '.join(missing)}; planned at the slowest of {', '.join(rates)}"
-        )
+        note = f"{name} has no rate for {', '.join(missing)}; planned at the slowest of {', '.join(rates)}"
         print(f"note: {note}", file=sys.stderr)
 
 

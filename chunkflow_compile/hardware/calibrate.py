@@ -155,11 +155,8 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     cache = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
     inside = cache_rate(source[: cache // 16], partial(_in_a_row, device)) if cache else rate
-    yield (
-        "cache_bandwidth",
-        max(rate, inside),
-        "pointwise kernels in a row on a quarter of the cache, less their starts",
-    )
+    how = "pointwise kernels in a row on a quarter of the cache, less their starts"
+    yield "cache_bandwidth", max(rate, inside), how
 
 
 def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], float]) -> int:
@@ -212,10 +209,9 @@ def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_F
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
     """Seconds to start a copy, and bytes/s.  Copies of weights are queued, so most of the time to start one is hidden."""
-    (small, short), (large, long) = (
-        (size, _in_a_row(device, copier(device, size, walk=256 * MIB), calls))
-        for size, calls in ((MIB, 256), (64 * MIB, 8))
-    )
+    small, large = MIB, 64 * MIB
+    short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
+    long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)
     rate = (large - small) / (long - short)
     return float(f"{max(0.0, short - small / rate):.3g}"), round(rate)
 

@@ -23,9 +23,8 @@ def drive_rate(path: Path) -> float:
     Raises ChunkflowError if it cannot be read, or is smaller than 64 MiB.
     """
     try:
-        file = (
-            max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size) if path.is_dir() else path
-        )
+        files = (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        file = max(files, key=lambda p: p.stat().st_size)
         nbytes = file.stat().st_size
         if nbytes < _LEAST:
             raise ChunkflowError(

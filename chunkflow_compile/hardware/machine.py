@@ -11,7 +11,7 @@ import resource
 import runpy
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,26 +143,22 @@ def _backends() -> tuple[bool, bool]:
     return dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
 
 
-def _gpus() -> list[Gpu]:
+def _gpus() -> Iterator[Gpu]:
     import torch
 
     links = {row[0].upper(): row for row in _nvidia(_QUERY)}
-    gpus = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
         # torch may number the GPUs differently from nvidia-smi, or see fewer of them.
         bus = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         row = links.get("{:08X}:{:02X}:{:02X}.0".format(*bus))
-        gpus.append(
-            Gpu(
-                name=properties.name,
-                memory_bytes=properties.total_memory,
-                link=_link(row, 1, 3),
-                most_link=_link(row, 2, 4),
-                numa=_numa(row[0]) if row else None,
-            )
+        yield Gpu(
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            link=_link(row, 1, 3),
+            most_link=_link(row, 2, 4),
+            numa=_numa(row[0]) if row else None,
         )
-    return gpus
 
 
 def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int] | None:

@@ -124,10 +124,8 @@ def load_profile(name: str | Path) -> Hardware:
 
 def _nearest(name: str) -> list[str]:
     """The three built-in profiles whose names are most like ``name``, first those that hold it; hyphens do not count."""
-    bare, wanted = (
-        {profile.replace("-", ""): profile for profile in profile_names()},
-        re.sub(r"[\W_]", "", name.lower()),
-    )
+    bare = {profile.replace("-", ""): profile for profile in profile_names()}
+    wanted = re.sub(r"[\W_]", "", name.lower())
     close = difflib.get_close_matches(wanted, bare, n=len(bare), cutoff=0.0)
     return [bare[one] for one in sorted(close, key=lambda one: wanted not in one)[:3]]
 

@@ -51,11 +51,9 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
     ratios = {what: times for what, times in ratios.items() if times}
     faster = math.prod(ratios.values())
     memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers a clock
-    how = (
-        f"scaled from {name} by {' and '.join(ratios)}, {faster:.2f} times"
-        if ratios
-        else f"as {name}: its driver tells nothing"
-    )
+    how = f"as {name}: its driver tells nothing"
+    if ratios:
+        how = f"scaled from {name} by {' and '.join(ratios)}, {faster:.2f} times"
     sources = {
         **like.sources,
         "gemm_flops": how,

@@ -41,16 +41,14 @@ class Note:
     said: str = ""
 
     def __str__(self) -> str:
-        cells = (
-            "" if self.cost_s is None else fine(self.cost_s),
-            "" if self.window is None else f"window {self.window}",
-            "" if self.slot is None else f"at {size(self.slot)}",
-            "" if self.nbytes is None else size(self.nbytes),
-        )
+        cost = "" if self.cost_s is None else fine(self.cost_s)
+        window = "" if self.window is None else f"window {self.window}"
+        slot = "" if self.slot is None else f"at {size(self.slot)}"
+        nbytes = "" if self.nbytes is None else size(self.nbytes)
         last = self.said
         if self.slack_s is not None:
             last = f"{'slack' if self.slack_s >= 0 else self.late} {fine(abs(self.slack_s))}"
-        return f"{cells[0]:>12} {cells[1]:>9} {cells[2]:>13} {cells[3]:>11}  {last}".rstrip()
+        return f"{cost:>12} {window:>9} {slot:>13} {nbytes:>11}  {last}".rstrip()
 
 
 class FlopNotes:
@@ -70,10 +68,8 @@ class FlopNotes:
 class Annotator(FlopNotes):
     """Notes on the lines of one problem: costs on ``hardware`` and, if there is a ``plan``, slots and slack."""
 
-    def __init__(
-        self, problem: Problem, hardware: Hardware, plan: Plan | None = None, values: Mapping[str, int] | None = None
-    ) -> None:
-        super().__init__(values or {})
+    def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None, values: Mapping[str, int]) -> None:
+        super().__init__(values)
         self.problem = problem
         self.plan = plan
         self.simulator = Simulator(problem, hardware, plan.chunk_bytes if plan is not None else 16 << 20)

@@ -54,11 +54,6 @@ class Window:
     def parts(self) -> tuple[tuple[float, float], ...]:
         return self.compute_s, self.exposed_s, self.collective_s
 
-    @property
-    def off_s(self) -> float:
-        """Measured minus predicted seconds of the window."""
-        return sum(m - p for p, m in self.parts)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorstStall:
@@ -132,7 +127,7 @@ class Explanation:
         if every_window:
             parts.append(f"windows:\n\n{_windows(self.windows)}")
         else:
-            most = sorted(self.windows, key=lambda w: -abs(w.off_s))[:SHOWN]
+            most = sorted(self.windows, key=lambda w: -abs(sum(m - p for p, m in w.parts)))[:SHOWN]
             parts.append(f"windows that differ most from what was predicted:\n\n{_windows(most)}")
         if self.first_step:
             parts.append(fill(first_step_line(self.first_step), PROSE_WIDTH))
@@ -306,16 +301,13 @@ def _figure_text(value: float | None, unit: str) -> str:
 
 
 def _stall_table(stalls: Sequence[WorstStall]) -> str:
-    more = [f" and {len(s.weights) - 1} more" * (len(s.weights) > 1) for s in stalls]
-    columns = {
-        "window": [s.window for s in stalls],
-        "region": [_where(s.block, s.what) for s in stalls],
-        "predicted": [seconds(s.predicted_s) for s in stalls],
-        "measured": [seconds(s.measured_s) for s in stalls],
-        "waits for": ["".join([*s.weights[:1], others]) for s, others in zip(stalls, more, strict=True)],
-        "why": [s.why for s in stalls],
-    }
-    return tabulate(columns, headers="keys", maxcolwidths=[None, None, None, None, None, _WIDE])
+    rows = []
+    for s in stalls:
+        more = f" and {len(s.weights) - 1} more" if len(s.weights) > 1 else ""
+        weights = "".join(s.weights[:1]) + more
+        rows.append((s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), weights, s.why))
+    headers = ("window", "region", "predicted", "measured", "waits for", "why")
+    return tabulate(rows, headers=headers, maxcolwidths=[None, None, None, None, None, _WIDE])
 
 
 def _windows(windows: Sequence[Window]) -> str:

@@ -35,7 +35,7 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
     return (
         Finding("python", machine.python),
         _torch(machine.torch),
-        *_cuda(machine),
+        _cuda(machine),
         *(_gpu(i, gpu) for i, gpu in enumerate(machine.gpus)),
         Finding("cpu", f"{machine.cpus} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes != 1)}"),
         *_memory(machine),
@@ -93,19 +93,17 @@ def _torch(version: str) -> Finding:
     return Finding("torch", version, "note", f"ChunkFlow is tested on {TESTED}: install one of these if this one fails")
 
 
-def _cuda(machine: Machine) -> Iterator[Finding]:
+def _cuda(machine: Machine) -> Finding:
     build = f"torch built for CUDA {machine.cuda_build}" if machine.cuda_build else "a CPU build of torch"
     driver = f", driver {machine.driver}" if machine.driver else ", no NVIDIA driver"
     if machine.gpus:
-        yield Finding("CUDA", build + driver)
-    elif machine.driver and not machine.cuda_build:
-        fix = "this torch cannot use the GPU: install a CUDA build of torch"
-        yield Finding("CUDA", build + driver, "missing", fix)
-    elif machine.cuda_build and machine.driver:
+        return Finding("CUDA", build + driver)
+    if not machine.driver:
+        return Finding("CUDA", build + driver, "note", "no GPU: models run on the CPU, but can be planned for GPUs")
+    fix = "this torch cannot use the GPU: install a CUDA build of torch"
+    if machine.cuda_build:
         fix = "torch sees no GPU: CUDA_VISIBLE_DEVICES may hide it, or the driver is too old for this build"
-        yield Finding("CUDA", build + driver, "missing", fix)
-    else:
-        yield Finding("CUDA", build + driver, "note", "no GPU: models run on the CPU, but can be planned for GPUs")
+    return Finding("CUDA", build + driver, "missing", fix)
 
 
 def _gpu(index: int, gpu: Gpu) -> Finding:

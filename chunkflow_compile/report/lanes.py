@@ -76,10 +76,6 @@ class Lanes:
     def lane(self, name: StepLane) -> tuple[Bar, ...]:
         return tuple(b for b in self.bars if b.lane == name)
 
-    def of(self, name: Literal["copy", "read"], weight: str) -> tuple[Bar, ...]:
-        """The copies or the reads of a weight."""
-        return tuple(b for b in self.lane(name) if span_chunks(b.name)[0] == weight)
-
     @property
     def shown(self) -> tuple[StepLane, ...]:
         """The lanes of this step: without reads if no weight is on the drive."""

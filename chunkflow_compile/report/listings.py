@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -33,9 +33,7 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
     if full:
         text += [_line_text(line, annotator, False) for line in lines]
         return "\n".join(text) + "\n"
-    parts = _wired_parts(lines)
-    for _, group in groupby(enumerate(parts), key=_equal(parts)):
-        first, *others = (part for _, part in group)
+    for first, *others in _equal_parts(_wired_parts(lines)):
         text += _heading(first)
         text += [_line_text(line, annotator, True) for line in first.lines]
         if others:
@@ -64,13 +62,16 @@ def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
     return parts
 
 
-def _equal(parts: Sequence[_Part]) -> Callable[[tuple[int, _Part]], int]:
-    """A key for groupby: equal for consecutive parts of equal structure, and different for parts outside blocks."""
-    keys: list[int] = []
-    for i, part in enumerate(parts):
-        same = bool(i) and part.shape == parts[i - 1].shape and bool(part.name) and bool(parts[i - 1].name)
-        keys.append(keys[-1] if same else i)
-    return lambda pair: keys[pair[0]]
+def _equal_parts(parts: Iterable[_Part]) -> list[list[_Part]]:
+    """Consecutive parts of equal structure in one list; each part outside blocks in a list of its own."""
+    groups: list[list[_Part]] = []
+    for part in parts:
+        before = groups[-1][-1] if groups else part
+        if groups and part.name and before.name and part.shape == before.shape:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
 
 
 def _heading(part: _Part) -> list[str]:

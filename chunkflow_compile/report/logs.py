@@ -26,8 +26,8 @@ PACKAGE = "chunkflow_compile"
 
 def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
     """Yield the stages, and write the listing of each to the structured trace and, annotated and folded, to the log."""
-    log, coming, start = _logger(), iter(run), time.perf_counter()
-    while (stage := next(coming, None)) is not None:
+    log, start = _logger(), time.perf_counter()
+    for stage in run:
         seconds = time.perf_counter() - start
         name = f"chunkflow_{STAGES.index(stage.name):02}_{stage.name}"
         _artifact(name, "string", lambda stage=stage: render(stage_lines(stage)))  # type: ignore[misc]

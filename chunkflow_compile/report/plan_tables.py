@@ -19,13 +19,11 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
     predicted = plan.predicted
     assert predicted is not None
     ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
+    inflation = seconds(predicted.inflation_s * forwards)
     rows = [
         ("step", f"{seconds(predicted.step_s * forwards)}, {ratio:.3f} times that with all weights resident"),
         ("compute", seconds(predicted.compute_s * forwards)),
-        (
-            "collectives",
-            f"{seconds(predicted.collective_s * forwards)}, {seconds(predicted.inflation_s * forwards)} added by copies",
-        ),
+        ("collectives", f"{seconds(predicted.collective_s * forwards)}, {inflation} added by copies"),
         ("waiting for weights", seconds(predicted.exposed_s * forwards)),
         ("copies, beside the rest", seconds(predicted.copy_s * forwards)),
         ("weights on the device", f"{size(plan.device_bytes)} of {size(problem.total_bytes)}"),
@@ -36,9 +34,8 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
     drive = {w.name: w.nbytes for w in problem.weights if w.drive}
     if drive:
         read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
-        rows.insert(
-            -1, ("read from the drive", f"{size(read * forwards)}, of {size(sum(drive.values()))} that are there")
-        )
+        total = size(sum(drive.values()))
+        rows.insert(-1, ("read from the drive", f"{size(read * forwards)}, of {total} that are there"))
     return tabulate(rows, tablefmt="plain")
 
 

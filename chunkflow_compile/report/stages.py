@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,13 +32,14 @@ REPORT_FILE = "report.txt"
 
 @dataclass(frozen=True)
 class Written:
-    """A stage that was written, and its contents.  ``change``: lines added and removed since the stage before."""
+    """A stage that was written, and its contents.  ``added``, ``removed``: lines since the stage before, with their sign."""
 
     name: str
     path: Path
     lines: int
     ops: Counter[str]
-    change: tuple[int, int] | None
+    added: str = ""
+    removed: str = ""
 
 
 class StageWriter:
@@ -59,13 +60,13 @@ class StageWriter:
             for name in (*(f"{_file_stem(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be of this one
 
-    def add(self, stage: Stage) -> Written:
+    def add(self, stage: Stage) -> None:
         """Write one stage."""
         lines = stage_lines(stage)
         plain = [line.text for line in lines]
         name = _file_stem(stage.name)
         path = self.folder / f"{name}.py"
-        ops, change = op_counts(lines), None
+        written = Written(stage.name, path, len(plain), op_counts(lines))
         with _refused(self.folder):
             path.write_text(render(lines, annotator(stage, self.hardware) if self.annotate else None))
             if self.written:
@@ -73,22 +74,30 @@ class StageWriter:
                 files = before.path.name, path.name
                 difference = list(difflib.unified_diff(self._before, plain, *files, n=1, lineterm=""))
                 signs = Counter(line[0] for line in difference[2:])
-                change = signs["+"], signs["-"]
-                changed = [op for op in sorted(before.ops | ops) if before.ops[op] != ops[op]]
-                counts = [f"# {op}: {before.ops[op]} -> {ops[op]}" for op in changed] or ["# op counts unchanged"]
+                written = replace(written, added=f"+{signs['+']}", removed=f"-{signs['-']}")
+                old, new = before.ops, written.ops
+                changed = [f"# {op}: {old[op]} -> {new[op]}" for op in sorted(old | new) if old[op] != new[op]]
+                counts = changed or ["# op counts unchanged"]
                 path.with_suffix(".diff").write_text("\n".join([*counts, *difference]) + "\n")
             if stage.name == "planned" and stage.plan is not None:
                 (self.folder / PLAN_FILE).write_text(stage.plan.to_json())
         self._before, self._newest = plain, stage
-        self.written.append(Written(stage.name, path, len(plain), ops, change))
-        return self.written[-1]
+        self.written.append(written)
 
     def finish(self, title: str = "", forwards: int = 1) -> Path:
-        """Write the report of the stages added; return its path."""
-        assert self._newest is not None
+        """Write the text to read first, and return its path: figures, blocks, op counts, and the last stage with notes,
+        folded."""
+        stage = self._newest
+        assert stage is not None
+        parts = [title] if title else []
+        if stage.plan is not None and stage.cut is not None:
+            problem = stage.cut.problem
+            parts += [summary_table(stage.plan, problem, forwards), blocks_table(stage.plan, problem)]
+        parts.append(_counts_table(self.written))
+        parts.append(f"{stage.name}:\n\n{render(stage_lines(stage), annotator(stage, self.hardware), full=False)}")
         path = self.folder / REPORT_FILE
         with _refused(self.folder):
-            path.write_text(report(self._newest, self.hardware, self.written, title, forwards))
+            path.write_text("\n\n".join(parts))
         return path
 
 
@@ -105,25 +114,14 @@ def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -
     return stage, target
 
 
-def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: str, forwards: int) -> str:
-    """The text to read first: figures, blocks, op counts, and the last stage with notes, folded."""
-    parts = [title] if title else []
-    if stage.plan is not None and stage.cut is not None:
-        parts += [summary_table(stage.plan, stage.cut.problem, forwards), blocks_table(stage.plan, stage.cut.problem)]
-    parts.append(counts_table(written))
-    parts.append(f"{stage.name}:\n\n{render(stage_lines(stage), annotator(stage, hardware), full=False)}")
-    return "\n\n".join(parts)
-
-
 def annotator(stage: Stage, hardware: Hardware) -> FlopNotes:
     """The annotator of a stage: of FLOPs only, before there are regions."""
     sizes = stage.traced.sizes
     return FlopNotes(sizes) if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan, sizes)
 
 
-def counts_table(written: Iterable[Written]) -> str:
+def _counts_table(columns: Sequence[Written]) -> str:
     """Op counts, one column per stage; the ops most frequent in the last stage come first."""
-    columns = list(written)
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
     return tabulate(rows, headers=("op", *(w.name for w in columns)))

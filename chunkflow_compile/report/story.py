@@ -11,7 +11,7 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
-from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_name
+from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_chunks, span_name
 from chunkflow_compile.passes.problem import Problem, Weight
 from chunkflow_compile.units import size
 
@@ -67,7 +67,8 @@ def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
     """The story of a weight, which must be in the plan."""
     planned = next(w for w in plan.weights if w.name == weight.name)
     lanes, uses = lanes_of(plan), weight.uses
-    compute, reads = lanes.lane("compute"), lanes.of("read", weight.name)
+    compute = lanes.lane("compute")
+    reads = [b for b in lanes.lane("read") if span_chunks(b.name)[0] == weight.name]
     facts = [("read by", ", ".join(f"region_{k} ({region_title(*plan.regions[k])})" for k in uses) or "nothing")]
     if uses:
         facts.append(("", f"from {fine(compute[uses[0]].start)} to {fine(compute[uses[-1]].end)} of a call"))
@@ -80,7 +81,7 @@ def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
         title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.nbytes)}",
         planned=planned,
         facts=tuple(facts),
-        copies=tuple(_copies(plan, planned, lanes.of("copy", weight.name))),
+        copies=tuple(_copies(plan, planned, lanes.lane("copy"))),
         changes=tuple(changes),
     )
 

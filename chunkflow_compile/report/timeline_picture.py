@@ -196,40 +196,31 @@ def _box(
     """Draw what of a box is inside the enlarged time, and a text in it.
 
     ``rows``: lower edge and height on the axis.  ``inches``: that height.  ``text``: its colour.  ``least``: draw it even if
-    it is too small to read.
+    it is too small to read on paper; the picture can be enlarged.
     """
+    label: dict[str, Any] = {"ha": "center", "va": "center", "color": text, "clip_on": True}
+    if text != "black":  # a white background for text on hatching
+        label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for start, end in around(*seconds, zoom.lanes.step_s):
         start, end = max(start, zoom.begin), min(end, zoom.end)
-        if end > start:
-            axes.broken_barh([_ms(start, end)], rows, **{"edgecolor": "white", "linewidth": 0.7, **style})
-            middle = (start + end) / 2 * 1e3, rows[0] + rows[1] / 2
-            width = (end - start) * (WIDTH - 1.6) / (zoom.end - zoom.begin)
-            _label(axes, middle, lines, width, inches, colour=text, least=least)
+        if end <= start:
+            continue
+        axes.broken_barh([_ms(start, end)], rows, **{"edgecolor": "white", "linewidth": 0.7, **style})
+        middle = (start + end) / 2 * 1e3, rows[0] + rows[1] / 2
+        width = (end - start) * (WIDTH - 1.6) / (zoom.end - zoom.begin)
+        shown, rotation, scale = _fitted(lines, width, inches)
+        if least or scale >= _LEGIBLE:
+            axes.text(*middle, shown, fontsize=max(_SMALLEST, _SIZE * scale), rotation=rotation, **label)
 
 
-def _label(
-    axes: Any,
-    middle: tuple[float, float],
-    lines: tuple[str, ...],
-    width: float,
-    height: float,
-    *,
-    colour: str,
-    least: bool,
-) -> None:
-    """Draw text in a box of ``width`` by ``height`` inches: across or upright, one line or several, as large as fits.
-
-    ``least``: draw it even if it is too small to read on paper; the picture can be enlarged.
-    """
-    best, turned, text = 0.0, False, ""
+def _fitted(lines: tuple[str, ...], width: float, height: float) -> tuple[str, int, float]:
+    """A text in ``width`` by ``height`` inches, across or upright, in one line or several, as large as fits: the text, its
+    rotation in degrees, and its scale."""
+    text, rotation, best = "", 0, 0.0
     for shown in (lines, (" ".join(lines),)):
         long, many = _CHARACTER * max(len(line) for line in shown), _LINE * len(shown)
-        for room, upright in (((width, height), False), ((height, width), True)):
+        for room, turned in (((width, height), 0), ((height, width), 90)):
             scale = min(room[0] / long, room[1] / many, 1.0)
-            if scale > best + 0.1 * upright:  # upright text must be clearly larger
-                best, turned, text = scale, upright, "\n".join(shown)
-    if least or best >= _LEGIBLE:
-        style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour, "clip_on": True}
-        if colour != "black":  # a white background for text on hatching
-            style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.text(*middle, text, fontsize=max(_SMALLEST, _SIZE * best), rotation=90 if turned else 0, **style)
+            if scale > best + (0.1 if turned else 0.0):  # upright text must be clearly larger
+                text, rotation, best = "\n".join(shown), turned, scale
+    return text, rotation, best
