@@ -102,6 +102,13 @@ class Phase:
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
         self._ran = [(weakref.ref(program), count) for program, count in counts.items() if count]
 
+    def learn(self, activations: int, steady: bool) -> None:
+        """Note the activations of a call, bytes.  ``steady``: it did not change the arena, so it counts before others."""
+        if steady and not self.steady:
+            self.activations, self.steady = activations, True
+        elif steady == self.steady:
+            self.activations = max(self.activations, activations)
+
     def figures(self, small: int, first: Phase) -> PhaseFigures:
         """What is known of it now.
 
