@@ -284,6 +284,7 @@ def _compile_phase(
     placement.owner = functools.partial(_owner, phase.name, weakref.ref(budget))
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
     placement.owned_arena = phase.arena
+    methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
         # Of a list of frames that each call changes (Wan, Qwen-Image), Dynamo would compile each block for every state.
@@ -291,21 +292,19 @@ def _compile_phase(
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
         if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
-        budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
-        return
-    if any(class_of(tensor) == GGUF for _, tensor in tensors_of(model)):
+        methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))
+    elif any(class_of(tensor) == GGUF for _, tensor in tensors_of(model)):
         _log.warning(
             "pipe.%s runs eagerly, and each op fetches its weights: torch.compile does not trace ops on GGUF weights, which "
             "stay on the device",
             phase.name,
         )
         placement.store.warned = True
-        budget.add(phase, ())
-        return
-    if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
-        placement.goal = {"memory": max(0, budget.usable - kept_by(budget.phases))}
-    compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
-    budget.add(phase, ())
+    else:
+        if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
+            placement.goal = {"memory": max(0, budget.usable - kept_by(budget.phases))}
+        compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
+    budget.add(phase, methods)
 
 
 def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:

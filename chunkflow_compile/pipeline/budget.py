@@ -279,25 +279,19 @@ class Budget:
 
         ``held``, ``others``: bytes that the arenas of this and of the other phases held when it began.
         """
-        after = phase.arena.held
-        before, was_steady = phase.activations, phase.steady
+        after, learned = phase.arena.held, (phase.activations, phase.steady)
         if peak is None:
             if phase.goal is None:
                 phase.activations = kept_by(self.phases)
         elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
-            activations = max(0, peak - after - others)
-            steady = held == after
-            if steady and not phase.steady:
-                phase.activations, phase.steady = activations, True
-            elif steady or not phase.steady:
-                phase.activations = max(phase.activations, activations)
+            phase.learn(max(0, peak - after - others), steady=held == after)
         try:
             replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit
-            phase.activations, phase.steady = before, was_steady
+            phase.activations, phase.steady = learned
             self._settled = False
             raise
-        if replanned or phase.activations != before:
+        if replanned or phase.activations != learned[0]:
             self._settled = False  # others may have to give way again
 
     def _plan(self, phase: Phase) -> bool:

@@ -16,14 +16,14 @@ from chunkflow_compile.pipeline.budget import Budget, budget_of, unclaim
 from chunkflow_compile.pipeline.components import check_unmoved, components_of
 from chunkflow_compile.pipeline.phase import Phase
 
-# Attribute of a class that ``in_turns`` made: the class that it was made of.
-_MADE_OF = "_chunkflow_plain"
+# Attribute of a class that ``in_turns`` returns: the class of the pipeline that it was given.
+_PLAIN_CLASS = "_chunkflow_plain"
 _WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
     """The class of a pipeline, whose calls wait for each other and check the components.  That of a copy has them."""
-    if _MADE_OF in vars(cls):
+    if _PLAIN_CLASS in vars(cls):
         return cls
     call: Callable[..., Any] = cls.__call__  # type: ignore[operator]
 
@@ -56,7 +56,7 @@ def in_turns(cls: type) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        _MADE_OF: cls,
+        _PLAIN_CLASS: cls,
     }
     return type(cls.__name__, (cls,), body)
 
@@ -95,7 +95,7 @@ def _widening(cls: Any) -> Any:
 
 def without_turns(cls: type) -> type:
     """The class that :func:`in_turns` made this one of; any other as it is."""
-    plain: type = vars(cls).get(_MADE_OF, cls)
+    plain: type = vars(cls).get(_PLAIN_CLASS, cls)
     return plain
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.problem import Collective, Problem, Region
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls
@@ -101,6 +102,13 @@ class Phase:
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
         self._ran = [(weakref.ref(program), count) for program, count in counts.items() if count]
 
+    def learn(self, activations: int, steady: bool) -> None:
+        """Note the activations of a call, bytes.  ``steady``: it did not change the arena, so it counts before others."""
+        if steady and not self.steady:
+            self.activations, self.steady = activations, True
+        elif steady == self.steady:
+            self.activations = max(self.activations, activations)
+
     def figures(self, small: int, first: Phase) -> PhaseFigures:
         """What is known of it now.
 
@@ -166,15 +174,14 @@ def _predicted(cycle: Sequence, keys: Collection[CallKey | None]) -> float | Non
 def _played(cycle: Sequence, problems: Mapping[CallKey | None, Problem]) -> float:
     """Predicted seconds of a pass in which the calls with these keys have other sizes: those of the problems."""
     whole, plan = cycle.cycle.problem, cycle.plan
-    regions, collectives = list[Region](), list[Collective]()
-    for key, call in zip(cycle.keys, cycle.calls, strict=True):
-        here = call.cut.problem
-        there = problems.get(key, here)
-        old = whole.regions[len(regions) : len(regions) + len(here.regions)]
-        regions += [replace(mine, cost=other.cost) for mine, other in zip(old, there.regions, strict=True)]
-        met = whole.collectives[len(collectives) : len(collectives) + len(here.collectives)]
-        collectives += [replace(mine, nbytes=other.nbytes) for mine, other in zip(met, there.collectives, strict=True)]
-    problem = replace(whole, regions=tuple(regions), collectives=tuple(collectives))
+    sized = [problems.get(key, call.cut.problem) for key, call in zip(cycle.keys, cycle.calls, strict=True)]
+    regions = zip(whole.regions, chain.from_iterable(p.regions for p in sized), strict=True)
+    collectives = zip(whole.collectives, chain.from_iterable(p.collectives for p in sized), strict=True)
+    problem = replace(
+        whole,
+        regions=tuple(replace(mine, cost=other.cost) for mine, other in regions),
+        collectives=tuple(replace(mine, nbytes=other.nbytes) for mine, other in collectives),
+    )
     return Simulator(problem, cycle.settings.hardware, plan.chunk_bytes).step_under(plan)
 
 

@@ -29,7 +29,7 @@ class Scrape:
         if self.port is None:
             return
         self._models.append(weakref.ref(model))
-        models = [model for ref in self._models if (model := ref()) is not None]
+        models = [live for ref in self._models if (live := ref()) is not None]
         if self._collector is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self._registry = library().CollectorRegistry()

@@ -41,7 +41,7 @@ def plugin() -> None:
         (f"{_STAGES}denoising.DenoisingStage._maybe_offload_during_compile", hooks.place, HookType.REPLACE),
         (f"{_RUNTIME}utils.torch_compile.CompiledModuleRegistry.compile_once", hooks.compile, HookType.AROUND),
         (f"{_RUNTIME}utils.torch_compile.CompiledModuleRegistry.compile_regions_once", hooks.compile, HookType.AROUND),
-        (f"{_RESIDENCY}build_component_residency_strategy", leave_alone, HookType.AROUND),
+        (f"{_RESIDENCY}build_component_residency_strategy", residency_strategy, HookType.AROUND),
         (f"{_RESIDENCY}ComponentResidencyManager.finish_request", hooks.report, HookType.AFTER),
         (f"{_RUNTIME}pipelines_core.lora.pipeline.LoRAPipeline._merge_cache_for", merge_in_place, HookType.AROUND),
         (f"{_RUNTIME}layers.layernorm.FP32LayerNorm._cached_fp32_param", fp32_param, HookType.REPLACE),
@@ -141,7 +141,7 @@ def _streams(module: Any) -> bool:
     return placement_of(module) is not None
 
 
-def leave_alone(original: Callable[..., Any], name: str, module: Any, args: Any, **more: Any) -> Any:
+def residency_strategy(original: Callable[..., Any], name: str, module: Any, args: Any, **more: Any) -> Any:
     """AROUND the choice of what moves a component between requests: nothing moves one that is placed."""
     from sglang.multimodal_gen.runtime.managers.memory_managers import component_residency_strategies as strategies
     from sglang.multimodal_gen.runtime.managers.memory_managers import layerwise_offload_components as components

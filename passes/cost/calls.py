@@ -23,15 +23,13 @@ from .kernels import Values
 
 @dataclass(frozen=True)
 class Called:
-    """``op``: what formulas are registered for.  ``nested``: the graphs that it may run.  ``declared``: Python for ``op``.
+    """``op``: what formulas are registered for.  ``nested``: the graphs that it may run.
 
     ``args`` and ``kwargs`` hold tensors without data.
     """
 
     op: Any
     name: str
-    title: str
-    declared: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     nested: tuple[GraphModule, ...] = ()
@@ -46,15 +44,14 @@ def called(node: Node, values: Values) -> Called | None:
     args, kwargs = operands
     target: Any = node.target
     if is_kernel_call(node):
-        name = kernel_name(node)
-        return Called(kernel_of(node), name, f"the kernel {name} of Triton", name, args, kwargs, of_others=True)
+        return Called(kernel_of(node), kernel_name(node), args, kwargs, of_others=True)
     if target in (auto_functionalized, auto_functionalized_v2):
         return _of_overload(args[0], _inside(args[0], kwargs), {})
     if isinstance(target, torch._ops.OpOverload):
         return _of_overload(target, args, kwargs)
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return None
-    return Called(target, str(target), str(target), f"torch.ops.higher_order.{target}", args, kwargs, _nested(node))
+    return Called(target, str(target), args, kwargs, _nested(node))
 
 
 def is_opaque(node: Node) -> bool:
@@ -85,7 +82,7 @@ def like_attention(call: Called) -> int:
 def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Called:
     name = op._schema.name
     others = op.namespace not in KNOWN_NAMESPACES and not op.is_view
-    return Called(op.overloadpacket, name, name, f"torch.ops.{name.replace('::', '.')}", args, kwargs, of_others=others)
+    return Called(op.overloadpacket, name, args, kwargs, of_others=others)
 
 
 def _inside(op: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

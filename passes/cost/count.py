@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from chunkflow_compile.passes.kernel_calls import is_kernel_call
 from chunkflow_compile.passes.problem import RegionCost
 
 from .calls import called, is_opaque, like_attention
@@ -48,14 +49,14 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
     for node, count in flops.items():
         by_dtype[_dtype(node, values)] += count
         by_op[_kind(node, values)] += count
-    others = other_kernels(values, flops.keys(), fused)
+    others, traffic = other_kernels(values, flops.keys(), fused)
     return RegionCost(
         flops=sum(flops.values()),
         attention=by_op["attention"],
         masked=sum(f for n, f in flops.items() if _masked(n, values)),
-        operands=sum(tensor_bytes(values[n]) + _read(n, values) for n in flops),
-        traffic=tuple(sorted(others.traffic.items())),
-        kernels=len(flops) + others.count,
+        operands=sum(tensor_bytes(values[n]) for product in flops for n in (product, *product.all_input_nodes)),
+        traffic=tuple(sorted(traffic.items())),
+        kernels=len(flops) + others,
         dtype=_most(+by_dtype, "float32"),
         op=_most(+by_op, ""),
     )
@@ -92,10 +93,13 @@ def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
         call = called(node, values)
         if call is None or not call.of_others or call.op in flop_registry or call.name in _PRODUCTS:
             continue
+        title, op = call.name, f"torch.ops.{call.name.replace('::', '.')}"
+        if is_kernel_call(node):
+            title, op = f"the kernel {call.name} of Triton", call.name
         taken = "are estimated as those of attention" if like_attention(call) else "count as none, only its bytes"
         sentences[call.name] = (
-            f"no FLOP formula is declared for {call.title}: its FLOPs {taken}. Declare one with "
-            f"torch.utils.flop_counter.register_flop_formula({call.declared})."
+            f"no FLOP formula is declared for {title}: its FLOPs {taken}. Declare one with "
+            f"torch.utils.flop_counter.register_flop_formula({op})."
         )
     return sentences
 
@@ -127,11 +131,6 @@ def _masked(node: Node, values: Values) -> bool:
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
-
-
-def _read(node: Node, values: Values) -> int:
-    """Bytes of the tensors that a node reads."""
-    return sum(tensor_bytes(values[n]) for n in node.all_input_nodes)
 
 
 def _dtype(node: Node, values: Values) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,14 @@ from torch.fx import Node
 Values = Mapping[Node, Any]
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """``count``: how many.  ``traffic``: bytes of a tensor -> bytes read and written of tensors of that size."""
+def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
+    """How many kernels there are beside ``products``; bytes of a tensor -> bytes that they move of tensors of that size.
 
-    count: int
-    traffic: Mapping[int, int]
-
-
-def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Kernels:
-    """The kernels beside ``products``.  ``fused``: as Inductor groups them; else each op is one."""
+    ``fused``: as Inductor groups them; else each op is one.
+    """
     bases, depths = _bases(values), _depths(values, products)
-    ops = [n for n in values if n not in products and _computes(n, values)]
+    others = (n for n in values if n not in products and n.op == "call_function" and not _moves_nothing(n))
+    ops = [n for n in others if tensors(values[n])]
     groups = UnionFind(ops)
     if fused:
         members = set(ops)
@@ -43,11 +38,7 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Ke
     for group in kernels:
         for tensor, moved in _moved(group, values, bases):
             traffic[tensor] += moved
-    return Kernels(len(kernels), traffic)
-
-
-def _computes(node: Node, values: Values) -> bool:
-    return node.op == "call_function" and not _moves_nothing(node) and bool(tensors(values[node]))
+    return len(kernels), traffic
 
 
 def _moves_nothing(node: Node) -> bool:

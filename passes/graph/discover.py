@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from chunkflow_compile.passes.cost.kernels import tensor_bytes
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.kernel_calls import is_kernel_call, kernel_name, written_by
 from chunkflow_compile.passes.problem import Parameter
@@ -237,9 +238,7 @@ def is_view(node: Node) -> bool:
 
 def nbytes(node: Node, sizes: Mapping[str, int] = _NO_SIZES) -> int:
     """Bytes of the tensor or tensors that a node returns, by its metadata, at these sizes of the graph."""
-    value = concrete(node.meta["val"], sizes)
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    return tensor_bytes(concrete(node.meta["val"], sizes))
 
 
 def input_key(desc: Any) -> tuple[int, str]:

@@ -48,7 +48,6 @@ class Op:
 
     turn: int
     step: int
-    position: int
     stream: StreamName
     kind: OpKind
     label: str
@@ -137,15 +136,15 @@ class HappensBefore:
 
 def _unroll(cycle: Cycle, turn: int, steps: int) -> Iterator[Op]:
     marks = arrivals(cycle)
-    yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
+    yield Op(turn, PRIMING, "compute", "handover", "handover")
     for weight in cycle.plan.streamed:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
-            kept = Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
-            yield replace(kept, mark=marks.marked.get(weight.name))
+            mark = marks.marked.get(weight.name)
+            yield Op(turn, PRIMING, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None, mark=mark)
     for node in border(cycle, 0).prefetches:  # what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None:
-            yield from _chunks(prefetch, 0, turn, PRIMING, marks.marked.get(node))
+            yield from _chunks(prefetch, turn, PRIMING, marks.marked.get(node))
     for step in range(steps):
         for number, program in enumerate(cycle.calls):
             for op in ops_of_call(program, marks, turn, step):
@@ -157,17 +156,17 @@ def ops_of_call(program: Program, marks: Arrivals, turn: int = 0, step: int = 0)
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     released = _released(program)
     opened: int | None = None
-    for position, node in enumerate(program.module.graph.nodes):
+    for node in program.module.graph.nodes:
         if (prefetch := prefetch_of(node)) is not None:
             if prefetch.window != opened:
                 opened = prefetch.window
-                yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
-            yield from _chunks(prefetch, position, turn, step, marks.marked.get(node))
+                yield Op(turn, step, "compute", "open", f"opening of window {opened}")
+            yield from _chunks(prefetch, turn, step, marks.marked.get(node))
         elif node.op not in ("placeholder", "get_attr", "output"):
-            yield from _issued(weights, node, position, turn, step, marks.awaited.get(node))
+            yield from _issued(weights, node, turn, step, marks.awaited.get(node))
         if (values := released.get(node.name)) and node.op != "placeholder":
             label = f"release of {', '.join(values)}"
-            yield Op(turn, step, position, "compute", "release", label, values=values)
+            yield Op(turn, step, "compute", "release", label, values=values)
 
 
 def _released(program: Program) -> dict[str, tuple[str, ...]]:
@@ -180,23 +179,21 @@ def _released(program: Program) -> dict[str, tuple[str, ...]]:
     return {node: values for node, values in released.items() if values}
 
 
-def _chunks(prefetch: Prefetch, position: int, turn: int, step: int, mark: int | None) -> Iterator[Op]:
+def _chunks(prefetch: Prefetch, turn: int, step: int, mark: int | None) -> Iterator[Op]:
     weight = prefetch.weight
     for chunk in range(prefetch.first, prefetch.end):
         label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
         serves = step + 1 if prefetch.next_step else step
-        op = Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
-        yield replace(op, mark=mark) if chunk == prefetch.end - 1 else op
+        last = mark if chunk == prefetch.end - 1 else None
+        yield Op(turn, step, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves, mark=last)
 
 
-def _issued(
-    weights: Mapping[str, str], node: Node, position: int, turn: int, step: int, mark: int | None
-) -> Iterator[Op]:
+def _issued(weights: Mapping[str, str], node: Node, turn: int, step: int, mark: int | None) -> Iterator[Op]:
     """The op of a node; for a collective that completes itself, its completion too."""
     if node.target is WAIT or node.target is EVICT:
         moves: OpKind = "wait" if node.target is WAIT else "evict"
         label, weight = f"{moves}({node.args[0]!r})", str(node.args[0])
-        yield Op(turn, step, position, "compute", moves, label, weight=weight, mark=mark)
+        yield Op(turn, step, "compute", moves, label, weight=weight, mark=mark)
         return
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
     kind: OpKind = "region" if node.op == "call_module" else "other"
@@ -208,6 +205,6 @@ def _issued(
         kind, stream, collectives = "element", "collective", (results.name,)
     elif is_wait_tensor(node):
         kind, collectives = "completion", tuple(c.name for c in awaited(node))
-    yield Op(turn, step, position, stream, kind, node.name, reads=reads, collectives=collectives)
+    yield Op(turn, step, stream, kind, node.name, reads=reads, collectives=collectives)
     if kind == "collective" and completes_itself(node):
-        yield Op(turn, step, position, "compute", "completion", f"completion of {node.name}", collectives=collectives)
+        yield Op(turn, step, "compute", "completion", f"completion of {node.name}", collectives=collectives)

@@ -75,8 +75,8 @@ class Program:
 
     def same_as(self, other: Program) -> bool:
         """Whether two programs compute the same on the same weights, with the same transfers."""
-        keys, others = ([region.key for region in p.problem.regions] for p in (self, other))
-        return self.plan == other.plan and keys == others
+        regions, others = self.problem.regions, other.problem.regions
+        return self.plan == other.plan and [r.key for r in regions] == [r.key for r in others]
 
     def __str__(self) -> str:
         return listing(self.module)

@@ -79,11 +79,11 @@ def test_other_phases_give_way_to_an_arena_that_grows(shared: Any) -> None:
     pipe, budget = shared
     Allocator(budget)
     phase = budget.phase_of(pipe.transformer)
-    others = budget._held_beside(phase)
+    others = budget._held_by_others(phase)
     assert phase.streamed < phase.goal - phase.kept and others > 0
     size, seen = phase.goal - phase.kept - others // 2, list[int]()
     phase.arena.reserve(size)
-    assert budget._held_beside(phase) == others, "outside of its calls, none gives way"
+    assert budget._held_by_others(phase) == others, "outside of its calls, none gives way"
     held = phase.arena.held
     budget._set_goal(phase, held + phase.kept)
     assert phase.arena.held == held, "it has room within the new goal"
@@ -93,7 +93,7 @@ def test_other_phases_give_way_to_an_arena_that_grows(shared: Any) -> None:
     @torch.compiler.disable
     def grow(*_: Any) -> None:
         phase.arena.reserve(size)
-        seen.append(budget._held_beside(phase) + phase.arena.held + phase.activations)
+        seen.append(budget._held_by_others(phase) + phase.arena.held + phase.activations)
 
     handle = pipe.transformer.proj_out.register_forward_pre_hook(grow)
     beside = phase.activations
