@@ -35,7 +35,7 @@ from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
 from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
-from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
+from chunkflow_compile.runtime.streams import CallingStream, Engine
 from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.host_store import HostStore
 from chunkflow_compile.weights.loader import WeightLoader, keep_dtype
@@ -145,7 +145,7 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
         cuda.callers = FakeStream(cuda, CallingStream())
         check_steps(run, twin, 1)
         handover = programs(model)[0].executor.device._handover
-        assert handover.event.made == changes and (handover in cuda.callers.awaited) == (changes > 0)
+        assert handover.event.recorded == changes and (handover in cuda.callers.awaited) == (changes > 0)
 
 
 @pytest.mark.parametrize("yields", ["soft", "hard"])
@@ -197,7 +197,7 @@ def late() -> Iterator[tuple[FakeCuda, FakeStream, Engine]]:
     cuda, engine = FakeCuda(), Engine(("copy",))
     cuda.engine = engine
     engine.pause()
-    yield cuda, FakeStream(cuda, ThreadStream(engine, "copy")), engine
+    yield cuda, FakeStream(cuda, engine.streams["copy"]), engine
     engine.close()
 
 
