@@ -46,10 +46,10 @@ class _HostDevice(Device):
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         since = self.copy.since
         if isinstance(source, Reading):
-            values, came = source.acquire()
+            values, read = source.acquire()
             copy_host_bytes(target, values)
             source.release()
-            since = max(since, came)
+            since = max(since, read)
         else:
             take(target, source)
         if self.port is not None:
@@ -59,7 +59,7 @@ class _HostDevice(Device):
         if self.port is not None:
             self.port.send("collective", nbytes)
 
-    def start(self, marked: bool, known: bool) -> float | None:
+    def start(self, marked: bool, consecutive: bool) -> float | None:
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:

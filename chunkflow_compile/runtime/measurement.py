@@ -136,13 +136,13 @@ class Measured:
         The medians of many windows add up to less than the median of the step, because a window now and then takes
         long.  So they are scaled to add up to it.  The host's share of the step is spread evenly over the regions.
         """
-        seen = self.windows
+        windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
-        share = max(0.0, rest) / len(seen.compute_s)
-        compute, collective = _ratio(self.compute_s, seen.compute_s), _ratio(self.collective_s, seen.collective_s)
+        share = max(0.0, rest) / len(windows.compute_s)
+        compute, collective = _ratio(self.compute_s, windows.compute_s), _ratio(self.collective_s, windows.collective_s)
         return Timings(
             problem=self.problem,
-            compute_s=tuple(compute * s + share for s in seen.compute_s),
+            compute_s=tuple(compute * s + share for s in windows.compute_s),
             collective_s=tuple(None if s is None else collective * s for s in self.alone_s),
             copy_rate=self.copy_rate,
             drive_rate=self.drive_rate,
@@ -297,7 +297,7 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
             for i in range(len(WindowSeconds._fields))
         )
     )
-    alone = [
+    undisturbed = [
         [s.windows.collective_s[k] for s in warm if not s.windows.beside_s[k]] for k in range(len(windows.compute_s))
     ]
     alone_s, read_s = sum(s.alone_s for s in warm), sum(s.read_s for s in warm)
@@ -312,7 +312,7 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
         copy_s=median(s.copy_s for s in warm),
         moved_bytes=warm[-1].moved_bytes,
         windows=windows,
-        alone_s=[median(found) if found else None for found in alone],
+        alone_s=[median(seconds) if seconds else None for seconds in undisturbed],
         copy_rate=sum(s.alone_bytes for s in warm) / alone_s if alone_s else None,
         drive_rate=sum(s.read_bytes for s in warm) / read_s if read_s else None,
         cold=sum(s.primed_bytes > 0 for s in steps),

@@ -34,7 +34,7 @@ from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
-from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, ReadOrder
 from chunkflow_compile.runtime.streams import CallingStream, Engine
 from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.host_store import HostStore
@@ -367,7 +367,7 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:
-        device.copy.run(lambda: reader.reset(Order([], cycle, begin)))
+        device.copy.run(lambda: reader.reset(ReadOrder([], cycle, begin)))
         for i in range(begin, begin + count):
             device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, cycle[i])), None, "copy")
 
