@@ -138,8 +138,8 @@ class Device:
     def start(self, marked: bool, consecutive: bool) -> Any:
         """Begin a call of a program; return what :meth:`finish` needs as ``begun``, None if the call is not measured.
 
-        ``marked``: as chosen for its pass.  ``consecutive``: whether the program's call
-        before it was measured.
+        ``marked``: as chosen for its pass.  ``consecutive``: whether the program's call before it was
+        measured.
         """
         raise NotImplementedError
 

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -96,10 +97,11 @@ class StepMeasurement(NamedTuple):
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
     """The calls of a cycle as one step, without the time between them."""
-    columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
+    columns = zip(*(call.windows for call in calls), strict=True)
+    windows = WindowSeconds(*(list(chain.from_iterable(column)) for column in columns))
     names = [name for name in StepMeasurement._fields if name not in ("windows", "plan", "begin_s")]
     sums: dict[str, Any] = {name: sum(getattr(call, name) for call in calls) for name in names}
-    return StepMeasurement(**sums, windows=WindowSeconds(*columns), plan=calls[0].plan, begin_s=calls[0].begin_s)
+    return StepMeasurement(**sums, windows=windows, plan=calls[0].plan, begin_s=calls[0].begin_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,12 +293,8 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
     if not steps:
         raise ChunkflowError("No step was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)
-    windows = WindowSeconds(
-        *(
-            [median(column) for column in zip(*(s.windows[i] for s in warm), strict=True)]
-            for i in range(len(WindowSeconds._fields))
-        )
-    )
+    columns = zip(*(step.windows for step in warm), strict=True)
+    windows = WindowSeconds(*([median(seconds) for seconds in zip(*column, strict=True)] for column in columns))
     undisturbed = [
         [s.windows.collective_s[k] for s in warm if not s.windows.beside_s[k]] for k in range(len(windows.compute_s))
     ]

@@ -86,7 +86,7 @@ class ReadAhead:
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None  # between two threads
         self._thread: _Thread | None = None
-        self._dropped: weakref.finalize[[_Thread], ReadAhead] | None = None
+        self._dropped: weakref.finalize[[], ReadAhead] | None = None
         self._expected: float | None = None
         self._settled = (0.0, 0)  # seconds and bytes that :meth:`settle` has returned
         self._warned = False
@@ -101,7 +101,7 @@ class ReadAhead:
         self._drive.past_cache = short and local_ranks() < 2
         self._thread = _Thread(order, self._pin, self._drive, self._ring)
         self._ring = None
-        self._dropped = weakref.finalize(self, _drop, self._thread)
+        self._dropped = weakref.finalize(self, self._thread.stop)  # for a model that is dropped without restore
         self._dropped.atexit = False
 
     def acquire(self, source: DriveBytes) -> tuple[torch.Tensor, float]:
@@ -140,12 +140,6 @@ class ReadAhead:
         """Stop, and give the ring back."""
         self.stop()
         self._ring = None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
-def _drop(thread: _Thread) -> None:
-    """End the thread of a reader that was dropped: its model was, without restore."""
-    thread.stop()
 
 
 @dataclass
@@ -241,6 +235,7 @@ class _Thread:
             self._copies.put(event)
             self._acquired = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # also a finalizer: the collector may run it anywhere
     def stop(self) -> None:
         """End the reading.  Waits for the copies out of the ring that are in flight."""
         self._stopped = True
