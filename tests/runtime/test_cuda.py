@@ -206,7 +206,7 @@ def test_the_clock_never_waits(late: tuple[FakeCuda, FakeStream, Engine]) -> Non
     clock, caller = Clock(lambda: cuda.event(True), most=0), cuda.current()
     told: list[tuple[float, float, bool]] = []
     for number in range(FRAMES):
-        found = clock.begin(caller, True, known=number != 2)
+        found = clock.begin(caller, True, consecutive=number != 2)
         assert found is not None
         clock.end(found, caller, copy, lambda *times: told.append(times))
     assert clock.begin(caller, True, True) is None, "all frames are in use: the call is not measured"
