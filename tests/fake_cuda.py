@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from conftest import WITHIN
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
-from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream, end_with
+from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
 from chunkflow_compile.weights.bytes import copy_host_bytes
 
 
@@ -45,12 +46,12 @@ class FakeEvent:
         stream.stream.record(self.event)
 
     def query(self) -> bool:
-        return self.event.reached >= self.event.made
+        return self.event.reached >= self.event.recorded
 
     def synchronize(self) -> None:
         self.cuda.calls["synchronize"] += 1
         with self.cuda.copying():
-            self.event.block(self.event.made)
+            self.event.block(self.event.recorded)
 
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.timed and end.timed and self.query() and end.query(), "as torch.cuda.Event asks for"
@@ -67,7 +68,7 @@ class FakeCuda:
         self.late = late
         self._waiting = threading.Event()
         self.engine = Engine(("copy",), clock=clock)
-        end_with(self, self.engine)
+        weakref.finalize(self, self.engine.end)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []
@@ -75,7 +76,7 @@ class FakeCuda:
 
     def stream(self) -> FakeStream:
         self.calls["stream"] += 1
-        return FakeStream(self, ThreadStream(self.engine, "copy"))
+        return FakeStream(self, self.engine.streams["copy"])
 
     def current(self) -> FakeStream:
         return self.callers

@@ -49,7 +49,7 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        self.cuda.trim()  # a smaller arena that was freed would stay beside the new one, as memory that nothing uses
+        self.cuda.trim()  # a smaller arena that was freed would stay next to the new one, as memory that nothing uses
         self._memory = memory = self.cuda.allocate(nbytes)
         self.cuda.record_stream(memory, self.copy.stream)  # a model may be dropped while copies are in flight
         return memory
@@ -75,7 +75,7 @@ class CudaDevice(Device):
     def sync_copies(self) -> None:
         self.copy.synchronize()
 
-    def start(self, marked: bool, known: bool) -> Frame | None:
+    def start(self, marked: bool, consecutive: bool) -> Frame | None:
         """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
@@ -84,7 +84,7 @@ class CudaDevice(Device):
             for memory in self._all_memory():
                 self.cuda.record_stream(memory, current)
         self.compute.stream = current
-        return self._clock.begin(current, marked, known)
+        return self._clock.begin(current, marked, consecutive)
 
     def finish(self, begun: Frame | None, over: StepEnd) -> None:
         self.copy.end_step()
@@ -110,10 +110,10 @@ class CudaDevice(Device):
             try:
                 stream.synchronize()
             except ChunkflowError:
-                for kept in memory:
-                    self.cuda.abandon(kept)
+                for tensor in memory:
+                    self.cuda.abandon(tensor)
         self.copy.close()
 
     def _all_memory(self) -> list[torch.Tensor]:
-        held = [tensor for ref in self._outside if (tensor := ref()) is not None]
-        return held if self._memory is None else [self._memory, *held]
+        outside = [tensor for ref in self._outside if (tensor := ref()) is not None]
+        return outside if self._memory is None else [self._memory, *outside]

@@ -81,7 +81,7 @@ class CudaStream:
             return
         begin = frame.mark(self.stream)
         self.stream.wait_event(event)
-        frame.stood(begin, frame.mark(self.stream), waited)
+        frame.stalled(begin, frame.mark(self.stream), waited)
 
     def synchronize(self) -> None:
         try:
@@ -192,11 +192,11 @@ class StagedCopies(CudaStream):
         def run() -> None:
             self._worker = threading.get_ident()
             if before is not None and (error := before.exception()) is not None:
-                raise error  # after a failure nothing more is issued, until synchronize has told of it
+                raise error  # after a failure nothing more is issued, until synchronize has raised it
             work()
 
-        self._newest = made = self._thread.submit(run)
-        return made
+        self._newest = issued = self._thread.submit(run)
+        return issued
 
 
 def _raise_from(issued: Future[None]) -> None:

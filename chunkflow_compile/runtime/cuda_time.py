@@ -32,7 +32,7 @@ class Frame:
         self._event = event
         self._events: list[torch.cuda.Event] = []
         self._used = 0
-        self._told: list[Callable[[Callable[[int], float]], None]] = []
+        self._reports: list[Callable[[Callable[[int], float]], None]] = []
         self._lock = threading.Lock()  # a second thread marks copies from pageable memory
         self._ends: tuple[int, ...] = ()
         self.whole = True
@@ -40,7 +40,7 @@ class Frame:
     def open(self, stream: torch.cuda.Stream | None, whole: bool) -> None:
         """Begin a call on ``stream``."""
         self._used, self._ends, self.whole = 0, (), whole
-        self._told.clear()
+        self._reports.clear()
         self.mark(stream)
 
     def mark(self, stream: torch.cuda.Stream | None) -> int:
@@ -59,19 +59,19 @@ class Frame:
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
-        def tell(at: Callable[[int], float]) -> None:
+        def report(at: Callable[[int], float]) -> None:
             watch.begins(at(begin))
             watch.ends(at(end))
 
-        self._told.append(tell)
+        self._reports.append(report)
 
-    def stood(self, begin: int, end: int, waited: Waited) -> None:
-        self._told.append(lambda at: waited(at(end) - at(begin)))
+    def stalled(self, begin: int, end: int, waited: Waited) -> None:
+        self._reports.append(lambda at: waited(at(end) - at(begin)))
 
     def close(self, compute: torch.cuda.Stream | None, copy: torch.cuda.Stream | None, over: StepEnd) -> None:
         end, whole = self.mark(compute), self.whole
         self._ends = end, self.mark(copy)
-        self._told.append(lambda at: over(at(0), at(end), whole))
+        self._reports.append(lambda at: over(at(0), at(end), whole))
 
     def passed(self) -> bool:
         return all(self._events[i].query() for i in self._ends)
@@ -84,16 +84,16 @@ class Frame:
         """Seconds from the first mark of the frame ``before`` to the first mark of this one."""
         return float(before._events[0].elapsed_time(self._events[0])) / 1e3
 
-    def tell(self, start: float) -> None:
+    def report(self, start: float) -> None:
         """Report the times of all marks.  ``start``: the time of the first one, seconds."""
 
         @cache
         def at(mark: int) -> float:
             return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
 
-        for told in self._told:
-            told(at)
-        self._told.clear()
+        for report in self._reports:
+            report(at)
+        self._reports.clear()
 
 
 class Clock:
@@ -108,17 +108,17 @@ class Clock:
         # A queue: the first calls use the frames in turn and create the events of all, so later ones create none, unless
         # the host is further ahead then.
         self._free = deque(Frame(event) for _ in range(FRAMES))
-        self._made = FRAMES
+        self._frames = FRAMES
         self._pending: deque[Frame] = deque()
         self.open: Frame | None = None  # of the call that runs, if it is measured
         self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
         self.zero = 0.0  # when the host began the first frame, by time.monotonic()
         self._lock = threading.RLock()
 
-    def begin(self, stream: torch.cuda.Stream, marked: bool, known: bool) -> Frame | None:
+    def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
         """The frame of a call that begins; None if it is not ``marked``, or if no frame is free.
 
-        ``known``: whether the program's call before it was measured.
+        ``consecutive``: whether the program's call before it was measured.
         """
         with self._lock:
             if self.open is not None:  # its call failed
@@ -128,7 +128,7 @@ class Clock:
                 self.open = self._free.popleft() if self._free else self._another()
             if self.open is not None:
                 self.zero = self.zero or time.monotonic()
-                self.open.open(stream, known)
+                self.open.open(stream, consecutive)
             return self.open
 
     def end(
@@ -143,9 +143,9 @@ class Clock:
     def _another(self) -> Frame | None:
         """A new frame, if those in use are so small that one more is allowed."""
         events = sum(frame.events for frame in self._pending)
-        if not self._pending or events / len(self._pending) * (self._made + 1) > self._most:
+        if not self._pending or events / len(self._pending) * (self._frames + 1) > self._most:
             return None
-        self._made += 1
+        self._frames += 1
         return Frame(self._event)
 
     def collect(self, wait: bool = False) -> None:
@@ -165,4 +165,4 @@ class Clock:
             start = begun + frame.since(before)
             self._free.append(before)  # not sooner: the time of the new frame counts from it
         self._newest = frame, start
-        frame.tell(start)
+        frame.report(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from .device_base import Device, StepEnd
 from .host_clock import MONOTONIC, HostClock
 from .link import Port
 from .read_ahead import Reading
-from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, end_with
+from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream
 from .torch_cuda import TorchCuda
 
 
@@ -35,9 +36,9 @@ class _HostDevice(Device):
     def __init__(self, engine: Engine, port: Port | None) -> None:
         self.engine = engine
         self.clock = engine.clock
-        self.copy = ThreadStream(engine, "copy")
+        self.copy = engine.streams["copy"]
         self.port = port
-        end_with(self, engine)
+        weakref.finalize(self, engine.end)
 
     def event(self) -> HostEvent:
         return HostEvent(self.engine.bell)
@@ -45,20 +46,20 @@ class _HostDevice(Device):
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         since = self.copy.since
         if isinstance(source, Reading):
-            values, came = source.acquire()
+            values, read = source.acquire()
             copy_host_bytes(target, values)
             source.release()
-            since = max(since, came)
+            since = max(since, read)
         else:
             take(target, source)
         if self.port is not None:
-            self.copy.ended(self.port.send("copy", source.numel(), since))
+            self.copy.ended = self.port.send("copy", source.numel(), since)
 
     def received(self, nbytes: int) -> None:
         if self.port is not None:
             self.port.send("collective", nbytes)
 
-    def start(self, marked: bool, known: bool) -> float | None:
+    def start(self, marked: bool, consecutive: bool) -> float | None:
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
@@ -96,8 +97,8 @@ class ThreadsDevice(_HostDevice):
         clock: HostClock = MONOTONIC,
     ) -> None:
         super().__init__(Engine(("compute", "collective", "copy"), choose, before, clock), port)
-        self.compute = ThreadStream(self.engine, "compute")
-        self.collective = ThreadStream(self.engine, "collective")
+        self.compute = self.engine.streams["compute"]
+        self.collective = self.engine.streams["collective"]
 
     def deliver(self) -> None:
         self.engine.resume()

@@ -135,10 +135,11 @@ class Device:
         self._left = max(0, (before := self._left) - 1)
         return before > 0
 
-    def start(self, marked: bool, known: bool) -> Any:
+    def start(self, marked: bool, consecutive: bool) -> Any:
         """Begin a call of a program; return what :meth:`finish` needs as ``begun``, None if the call is not measured.
 
-        ``marked``: as chosen for its pass.  ``known``: whether the program's call before it was measured.
+        ``marked``: as chosen for its pass.  ``consecutive``: whether the program's call before it was
+        measured.
         """
         raise NotImplementedError
 

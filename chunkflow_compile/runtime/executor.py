@@ -39,7 +39,7 @@ from chunkflow_compile.weights.source import Source
 from .arena import Binding
 from .instructions import Cost, Issue, OnDevice, Step, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
-from .read_ahead import Order
+from .read_ahead import ReadOrder
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Start:
     kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[tuple[str, Issue]]
     waits: bool
-    order: Order | None = None
+    order: ReadOrder | None = None
 
 
 class Executor(OnDevice):
@@ -246,7 +246,7 @@ class Executor(OnDevice):
             prefetches = [(p.weight, prefetch(self, p, n)) for p, n in ops]
             reads = reads_from(self.cycle, self.call, here, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
-            self._start = _Start(list(self._kept()), prefetches, here.waits, Order(first, repeated, reads.begin))
+            self._start = _Start(list(self._kept()), prefetches, here.waits, ReadOrder(first, repeated, reads.begin))
         return self._start
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:

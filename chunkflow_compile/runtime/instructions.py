@@ -22,9 +22,9 @@ from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Binding, SlotState
-from .host_flag import HostFlag
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
+from .streams import HostFlag
 from .traffic import Traffic
 from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 

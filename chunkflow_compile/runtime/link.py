@@ -66,7 +66,7 @@ class Wire:
         It is credited with the time that the wire was idle since then, and with its share of what others carried since
         then.  They carry that share again.
         """
-        rate, found = self.emulation.bandwidth, self.lanes[lane]
+        rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
         begin, needs = max(self.idle_from, self.now - late), nbytes / rate
         unused = min(max(0.0, self.idle_to - begin), needs)
@@ -76,14 +76,14 @@ class Wire:
         for other in others:
             other.left += share * rate / len(others)
         self.arrivals += 1
-        found.left, found.arrived, found.over = max(0.0, nbytes - (unused + share) * rate), self.arrivals, self.now
-        if found.left <= _NOTHING:
-            found.left, found.over = 0.0, self.now if share else begin + unused
+        added.left, added.arrived, added.over = max(0.0, nbytes - (unused + share) * rate), self.arrivals, self.now
+        if added.left <= _NOTHING:
+            added.left, added.over = 0.0, self.now if share else begin + unused
 
     def advance(self, until: float, lane: int | None = None) -> None:
         """Carry bytes until the time ``until``, or only until the transfer of ``lane`` is over."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
-            waiting = [i for i, found in enumerate(self.lanes) if found.left > 0]
+            waiting = [i for i, waits in enumerate(self.lanes) if waits.left > 0]
             if not waiting:
                 if self.idle_to < self.now:
                     self.idle_from = self.now
@@ -91,16 +91,16 @@ class Wire:
                 return
             if self.lanes[self.turn].left <= 0 or self.quantum <= 0:
                 self.turn, self.quantum = self._next(waiting), float(self.emulation.quantum)
-            found, alone = self.lanes[self.turn], len(waiting) == 1
-            amount = min(found.left, (until - self.now) * self.emulation.bandwidth)
-            if not alone:
+            served, single = self.lanes[self.turn], len(waiting) == 1
+            amount = min(served.left, (until - self.now) * self.emulation.bandwidth)
+            if not single:
                 amount = min(amount, self.quantum)
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
-            found.left, self.quantum = found.left - amount, self.quantum - amount
-            if alone:  # many quanta at once; a new transfer waits for the rest of the current one
+            served.left, self.quantum = served.left - amount, self.quantum - amount
+            if single:  # many quanta at once; a new transfer waits for the rest of the current one
                 self.quantum %= self.emulation.quantum
-            if found.left <= _NOTHING:
-                found.left, found.over, self.quantum = 0.0, self.now, 0.0
+            if served.left <= _NOTHING:
+                served.left, served.over, self.quantum = 0.0, self.now, 0.0
             elif amount <= 0:  # the time left is too short for a byte
                 self.now = until
 
@@ -147,7 +147,7 @@ class Port:
                 if wire.lanes[mine].left <= 0:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
-                ahead = replace(wire, lanes=[_Lane(x.left, x.arrived, x.over) for x in wire.lanes])
+                ahead = replace(wire, lanes=[replace(lane) for lane in wire.lanes])
             ahead.advance(float("inf"), mine)  # other transfers may still arrive, which only delays it
             self.clock.sleep(max(0.0, ahead.now - self.clock.now()))
         self.clock.sleep(max(0.0, over - self.clock.now()))

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -96,10 +97,11 @@ class StepMeasurement(NamedTuple):
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
     """The calls of a cycle as one step, without the time between them."""
-    columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
+    columns = zip(*(call.windows for call in calls), strict=True)
+    windows = WindowSeconds(*(list(chain.from_iterable(column)) for column in columns))
     names = [name for name in StepMeasurement._fields if name not in ("windows", "plan", "begin_s")]
     sums: dict[str, Any] = {name: sum(getattr(call, name) for call in calls) for name in names}
-    return StepMeasurement(**sums, windows=WindowSeconds(*columns), plan=calls[0].plan, begin_s=calls[0].begin_s)
+    return StepMeasurement(**sums, windows=windows, plan=calls[0].plan, begin_s=calls[0].begin_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +138,13 @@ class Measured:
         The medians of many windows add up to less than the median of the step, because a window now and then takes
         long.  So they are scaled to add up to it.  The host's share of the step is spread evenly over the regions.
         """
-        seen = self.windows
+        windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
-        share = max(0.0, rest) / len(seen.compute_s)
-        compute, collective = _ratio(self.compute_s, seen.compute_s), _ratio(self.collective_s, seen.collective_s)
+        share = max(0.0, rest) / len(windows.compute_s)
+        compute, collective = _ratio(self.compute_s, windows.compute_s), _ratio(self.collective_s, windows.collective_s)
         return Timings(
             problem=self.problem,
-            compute_s=tuple(compute * s + share for s in seen.compute_s),
+            compute_s=tuple(compute * s + share for s in windows.compute_s),
             collective_s=tuple(None if s is None else collective * s for s in self.alone_s),
             copy_rate=self.copy_rate,
             drive_rate=self.drive_rate,
@@ -291,13 +293,9 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
     if not steps:
         raise ChunkflowError("No step was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)
-    windows = WindowSeconds(
-        *(
-            [median(column) for column in zip(*(s.windows[i] for s in warm), strict=True)]
-            for i in range(len(WindowSeconds._fields))
-        )
-    )
-    alone = [
+    columns = zip(*(step.windows for step in warm), strict=True)
+    windows = WindowSeconds(*([median(seconds) for seconds in zip(*column, strict=True)] for column in columns))
+    undisturbed = [
         [s.windows.collective_s[k] for s in warm if not s.windows.beside_s[k]] for k in range(len(windows.compute_s))
     ]
     alone_s, read_s = sum(s.alone_s for s in warm), sum(s.read_s for s in warm)
@@ -312,7 +310,7 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
         copy_s=median(s.copy_s for s in warm),
         moved_bytes=warm[-1].moved_bytes,
         windows=windows,
-        alone_s=[median(found) if found else None for found in alone],
+        alone_s=[median(seconds) if seconds else None for seconds in undisturbed],
         copy_rate=sum(s.alone_bytes for s in warm) / alone_s if alone_s else None,
         drive_rate=sum(s.read_bytes for s in warm) / read_s if read_s else None,
         cold=sum(s.primed_bytes > 0 for s in steps),

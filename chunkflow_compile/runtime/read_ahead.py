@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 # Lets the device read host memory directly; returns a function to undo it.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
-# A read that has come: its bytes, uint8, in the ring; and when, by the clock.
+# A read that has ended: its bytes, uint8, in the ring; and when, by the clock.
 _Ready = tuple[DriveBytes, torch.Tensor, float]
 
 # A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
@@ -44,7 +44,7 @@ _LOOK = object()
 
 
 @dataclass(frozen=True)
-class Order:
+class ReadOrder:
     """The reads from a start on: ``first``, then ``repeated`` from ``begin`` on, again and again."""
 
     first: Sequence[DriveBytes]
@@ -66,7 +66,7 @@ class Reading:
         return self.source.numel()
 
     def acquire(self) -> tuple[torch.Tensor, float]:
-        """Wait for the bytes; return them, uint8, and when they came, by the clock.
+        """Wait for the bytes; return them, uint8, and when their read ended, by the clock.
 
         Raises ChunkflowError if the drive fails.
         """
@@ -86,12 +86,12 @@ class ReadAhead:
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None  # between two threads
         self._thread: _Thread | None = None
-        self._dropped: weakref.finalize[[_Thread], ReadAhead] | None = None
+        self._dropped: weakref.finalize[[], ReadAhead] | None = None
         self._expected: float | None = None
         self._settled = (0.0, 0)  # seconds and bytes that :meth:`settle` has returned
         self._warned = False
 
-    def reset(self, order: Order, expected: float | None = None) -> None:
+    def reset(self, order: ReadOrder, expected: float | None = None) -> None:
         """Read in this order.  ``expected``: the rate, bytes/s.  Waits for the copies out of the ring that are in flight."""
         self.stop()
         self._expected = expected
@@ -101,7 +101,7 @@ class ReadAhead:
         self._drive.past_cache = short and local_ranks() < 2
         self._thread = _Thread(order, self._pin, self._drive, self._ring)
         self._ring = None
-        self._dropped = weakref.finalize(self, _drop, self._thread)
+        self._dropped = weakref.finalize(self, self._thread.stop)  # for a model that is dropped without restore
         self._dropped.atexit = False
 
     def acquire(self, source: DriveBytes) -> tuple[torch.Tensor, float]:
@@ -140,12 +140,6 @@ class ReadAhead:
         """Stop, and give the ring back."""
         self.stop()
         self._ring = None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
-def _drop(thread: _Thread) -> None:
-    """End the thread of a reader that was dropped: its model was, without restore."""
-    thread.stop()
 
 
 @dataclass
@@ -204,7 +198,7 @@ class _Thread:
     ``ring``: None until it has one.
     """
 
-    def __init__(self, order: Order, pin: Pin, drive: _Drive, ring: _RingMemory | None) -> None:
+    def __init__(self, order: ReadOrder, pin: Pin, drive: _Drive, ring: _RingMemory | None) -> None:
         """``ring``: to use if it is large enough."""
         self.ring = ring
         self._order = order
@@ -221,7 +215,7 @@ class _Thread:
         self._thread.start()
 
     def acquire(self, source: DriveBytes) -> tuple[torch.Tensor, float] | None:
-        """Wait for the bytes of a read; return them, and when they came.  None if it is not the next one in the order.
+        """Wait for the bytes of a read; return them, and when their read ended.  None if it is not the next one in the order.
 
         Raises ChunkflowError if the drive fails.
         """
@@ -241,6 +235,7 @@ class _Thread:
             self._copies.put(event)
             self._acquired = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # also a finalizer: the collector may run it anywhere
     def stop(self) -> None:
         """End the reading.  Waits for the copies out of the ring that are in flight."""
         self._stopped = True

@@ -10,10 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -70,10 +69,10 @@ class Bell:
 
 
 class HostEvent:
-    """An event between host threads: a count of marks made and of marks reached."""
+    """An event between host threads: a count of marks recorded and of marks reached."""
 
     def __init__(self, bell: Bell) -> None:
-        self.made = 0
+        self.recorded = 0
         self.reached = 0
         self.reached_at = 0.0  # seconds of the device's clock
         self.error: BaseException | None = None
@@ -81,8 +80,8 @@ class HostEvent:
 
     def mark(self) -> int:
         """Number a new mark, in the host's program order; :meth:`reach` is called when the stream has come to it."""
-        self.made += 1
-        return self.made
+        self.recorded += 1
+        return self.recorded
 
     def reach(self, mark: int, error: BaseException | None = None) -> None:
         with self._bell.lock:
@@ -100,35 +99,22 @@ class HostEvent:
 
 @dataclass
 class _Item:
-    """An entry of a queue.  ``run``: what the stream does, unless it has failed.  ``awaits``: an event, and the mark that
-    must be reached before.  ``end``: called with the stream's failure or None, also after a failure.  ``made``: when the
-    host enqueued the entry, seconds of the device's clock.
+    """An entry of a stream's queue.  ``run``: what the stream does, unless it has failed; gets when it could have begun.
+    ``awaits``: an event, and the mark that must be reached before.  ``end``: called with the stream's failure or None, also
+    after a failure.  ``enqueued``: by the host, seconds of the device's clock.
     """
 
-    run: Callable[[_Queue, float], None] | None = None
+    run: Callable[[float], None] | None = None
     awaits: tuple[HostEvent, int] | None = None
     end: Callable[[BaseException | None], None] | None = None
-    made: float = 0.0
+    enqueued: float = 0.0
 
     def ready(self) -> bool:
         return self.awaits is None or self.awaits[0].reached >= self.awaits[1]
 
 
-_OVER = ("", _Item())
-
-
-@dataclass
-class _Queue:
-    """``since``: when the running work could have begun, had its thread been awake.  ``ended``: see ThreadStream."""
-
-    items: deque[_Item] = field(default_factory=deque)
-    failure: BaseException | None = None
-    since: float = 0.0
-    ended: float | None = None
-
-
 class Engine:
-    """The queues of a device's streams, under one lock, and the threads that run their work.
+    """The streams of a device that are threads: ``streams``, by their names.  One lock is for all of their queues.
 
     Each stream has a thread.  With ``choose``, one thread runs all streams, and ``choose`` picks the next among those
     that can run, so a schedule can be reproduced.  ``pause`` stops the threads, so the host can run any distance ahead.
@@ -145,7 +131,7 @@ class Engine:
         self.clock = clock
         self.bell = Bell(clock)
         self._process = os.getpid()
-        self._queues = {name: _Queue() for name in names}
+        self.streams = {name: ThreadStream(self, name) for name in names}
         self._choose: Choose = choose or (lambda able: able[0])
         self._before = before
         self._paused = False
@@ -169,19 +155,16 @@ class Engine:
             self._paused = False
             self.bell.ring()
 
-    def put(self, name: str, item: _Item) -> None:
+    def put(self, stream: ThreadStream, item: _Item) -> None:
         self._check_process()
-        item.made = self.clock.now()
+        item.enqueued = self.clock.now()
         with self.bell.lock:
             if self._closed:
                 raise ChunkflowError(
-                    f"The {name} stream is closed: the model was restored. Call the compiled model again."
+                    f"The {stream.name} stream is closed: the model was restored. Call the compiled model again."
                 )
-            self._queues[name].items.append(item)
+            stream.items.append(item)
             self.bell.ring()
-
-    def of(self, name: str) -> _Queue:
-        return self._queues[name]
 
     def end(self) -> None:
         """Let the threads end once their queues are empty.  Does not wait: the collector may call it anywhere."""
@@ -208,19 +191,18 @@ class Engine:
 
     def _drain(self, share: Sequence[str]) -> None:
         ready, take = partial(self._ready, share), partial(self._take, share)
-        while (taken := self.bell.wait_for(ready, take)) is not _OVER:
-            name, item = taken
-            queue = self._queues[name]
+        while (taken := self.bell.wait_for(ready, take)) is not None:
+            stream, item = taken
             try:
-                if item.run is not None and queue.failure is None:
+                if item.run is not None and stream.failure is None:
                     if item.awaits is None and self._before is not None:
-                        self._before(name)
-                    item.run(queue, max(queue.since, item.made))
+                        self._before(stream.name)
+                    item.run(max(stream.since, item.enqueued))
             except BaseException as error:  # noqa: BLE001  (kept for the thread that waits)
-                queue.failure = _told(name, error)
+                stream.failure = _explained(stream.name, error)
             finally:
                 if item.end is not None:
-                    item.end(queue.failure)
+                    item.end(stream.failure)
                 del item, taken  # their references must not live until the next item comes
         with self.bell.lock:
             self._running -= 1
@@ -229,18 +211,18 @@ class Engine:
 
     def _ready(self, share: Sequence[str]) -> bool:
         """Whether there is an item that a thread may run, or no more will come."""
-        over = self._closed and not any(self._queues[name].items for name in share)
+        over = self._closed and not any(self.streams[name].items for name in share)
         return over or bool(not self._paused and self._able(share))
 
-    def _take(self, share: Sequence[str]) -> tuple[str, _Item]:
-        """The next item that a thread may run, _OVER if no more will come."""
+    def _take(self, share: Sequence[str]) -> tuple[ThreadStream, _Item] | None:
+        """The next item that a thread may run, and its stream; None if no more will come."""
         if not (able := self._able(share)):
-            return _OVER
-        name = self._choose(able)
-        return name, self._queues[name].items.popleft()
+            return None
+        stream = self.streams[self._choose(able)]
+        return stream, stream.items.popleft()
 
     def _able(self, share: Sequence[str]) -> list[str]:
-        return [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
+        return [n for n in share if (items := self.streams[n].items) and items[0].ready()]
 
 
 class CallingStream:
@@ -257,7 +239,7 @@ class CallingStream:
 
     def wait(self, event: HostEvent, waited: Waited | None = None) -> None:
         start = self._now()
-        event.block(event.made)
+        event.block(event.recorded)
         if waited is not None:
             waited(self._now() - start)
 
@@ -266,30 +248,28 @@ class CallingStream:
 
 
 class ThreadStream:
-    """One of an engine's threads as a stream."""
+    """A stream whose work a thread of its engine runs.
+
+    ``items``: its queue.  ``since``: when the running work could have begun, by the clock; its thread may have woken up
+    later.  ``ended``: when the running work ended, by the clock; work sets it if that is not when it returns.
+    """
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._name = name
+        self.name = name
+        self.items: deque[_Item] = deque()
+        self.failure: BaseException | None = None
+        self.since = 0.0
+        self.ended: float | None = None
         self._now = engine.clock.now
-        self._queue = engine.of(name)
-        self._put = partial(engine.put, name)
-
-    @property
-    def since(self) -> float:
-        """When the running work could have begun, by the clock; its thread may have woken up later."""
-        return self._queue.since
-
-    def ended(self, at: float) -> None:
-        """Set the time when the running work ended, by the clock, if that is not when it returns."""
-        self._queue.ended = at
+        self._put = partial(engine.put, self)
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         work = _as_here(_watched(work, watch, self._now))
 
-        def run(queue: _Queue, since: float) -> None:
-            queue.since, queue.ended = since, None
+        def run(since: float) -> None:
+            self.since, self.ended = since, None
             work()
-            queue.since = queue.ended or self._now()
+            self.since = self.ended or self._now()
 
         self._put(_Item(run))
 
@@ -297,20 +277,20 @@ class ThreadStream:
         self._put(_Item(end=partial(event.reach, event.mark())))
 
     def wait(self, event: HostEvent, waited: Waited | None = None) -> None:
-        def run(queue: _Queue, since: float) -> None:
-            queue.since = max(queue.since, event.reached_at)
+        def run(since: float) -> None:
+            self.since = max(self.since, event.reached_at)
             event.check()
             if waited is not None:
                 waited(max(0.0, event.reached_at - since))
 
-        self._put(_Item(run, awaits=(event, event.made)))
+        self._put(_Item(run, awaits=(event, event.recorded)))
 
     def synchronize(self) -> None:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
         over.acquire()  # a plain lock, as in Bell
-        failure, self._queue.failure = self._queue.failure, None  # the stream is usable again
+        failure, self.failure = self.failure, None  # the stream is usable again
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
 
@@ -343,7 +323,7 @@ def _as_here(work: Callable[[], None]) -> Callable[[], None]:
 _WORK = {"copy": "A copy to the device", "compute": "A region", "collective": "A collective"}
 
 
-def _told(name: str, error: BaseException) -> BaseException:
+def _explained(name: str, error: BaseException) -> BaseException:
     """The error as a ChunkflowError, without its frames, which would keep the executor alive."""
     bare = error.with_traceback(None)
     if isinstance(error, ChunkflowError):
@@ -353,6 +333,36 @@ def _told(name: str, error: BaseException) -> BaseException:
     return failure
 
 
-def end_with(owner: object, engine: Engine) -> None:
-    """End an engine's threads when ``owner`` is garbage-collected."""
-    weakref.finalize(owner, engine.end)
+class HostFlag:
+    """The pause flag of policy ``host-yield``: the mechanism that the paper publishes, for comparison.
+
+    The host sets the flag before it issues a collective and clears it after it has issued the completion.  The copy stream
+    checks it before each chunk.  If the host runs ahead of the device, the flag is cleared long before the collective
+    starts, and nothing yields.
+    """
+
+    def __init__(self) -> None:
+        self._clear = threading.Event()
+        self._inside = 0  # collectives in flight, counted by the thread that issues
+        self.drop()
+
+    def set(self) -> None:
+        """Add a collective in flight: no chunk starts from here on."""
+        self._inside += 1
+        self._clear.clear()
+
+    def clear(self) -> None:
+        """Remove a collective in flight: chunks start again if no other is left."""
+        self._inside -= 1
+        if self._inside <= 0:
+            self.drop()
+
+    def drop(self) -> None:
+        """Remove all collectives in flight: chunks start again."""
+        self._inside = 0
+        self._clear.set()
+
+    def hold(self) -> None:
+        """Wait while the flag is set; called on the copy stream before a chunk."""
+        while not self._clear.is_set():  # it may be set again before this thread wakes up
+            self._clear.wait()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+Object = TypeVar("Object")
 
 
 class TorchCuda:
@@ -46,8 +46,8 @@ class TorchCuda:
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Name the work enqueued inside the context, for profilers."""
-        found: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
-        return found
+        named: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
+        return named
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8.  Raises RuntimeError if there is not enough."""
@@ -91,8 +91,8 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
-def _keep_for_ever(made: object) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+def _keep_for_ever(owner: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 class _Token:
@@ -102,21 +102,21 @@ class _Token:
 @cache
 def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
     """By the address of what has them."""
-    found: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
+    tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
 
     def in_child() -> None:
-        for address in list(found):
+        for address in list(tokens):
             _keep_for_ever(ctypes.cast(address, ctypes.py_object).value)
 
     os.register_at_fork(after_in_child=in_child)
-    return found
+    return tokens
 
 
-def _kept_by_children(made: Made) -> Made:
+def _kept_by_children(owner: Object) -> Object:
     """Let a forked child never free an event or memory of the GPU, which it cannot use: torch would end it."""
     token: Any = _Token()
-    made.__dict__["chunkflow_token"] = _tokens()[id(made)] = token
-    return made
+    owner.__dict__["chunkflow_token"] = _tokens()[id(owner)] = token
+    return owner
 
 
 # Flag of cudaHostRegister: pinned for every device.  Not combined with the read-only flag, because load_state_dict

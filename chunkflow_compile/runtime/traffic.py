@@ -71,22 +71,22 @@ class Traffic:
         if not (self._copies or self._collectives or self._settled):
             return _NOTHING
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
-        for found, beside in _beside(fresh, list(self._copies)):
-            assert found.windows is not None
-            seconds = found.end - found.begin
-            found.windows.collective_s[found.window] += seconds
-            found.windows.beside_s[found.window] += seconds * beside
+        for collective, overlaps in _overlaps(fresh, list(self._copies)):
+            assert collective.windows is not None
+            seconds = collective.end - collective.begin
+            collective.windows.collective_s[collective.window] += seconds
+            collective.windows.beside_s[collective.window] += seconds * overlaps
         self._settled.extend(fresh)
         ended: list[Transfer] = []
         while self._copies and self._copies[0].end <= now:
             ended.append(self._copies.popleft())
-        alone = [copy for copy, beside in _beside(ended, list(self._settled)) if not beside]
+        free = [copy for copy, overlaps in _overlaps(ended, list(self._settled)) if not overlaps]
         since = min((c.begin for c in list(self._copies)), default=now)
         while self._settled and self._settled[0].end <= since:
             self._settled.popleft()
-        over = Copied(*_sums(ended), *_sums(alone))
-        self._counted += over.nbytes
-        return over
+        copied = Copied(*_sums(ended), *_sums(free))
+        self._counted += copied.nbytes
+        return copied
 
     @property
     def copied_bytes(self) -> int:
@@ -106,7 +106,7 @@ def _sums(copies: Sequence[Transfer]) -> tuple[float, int]:
     return sum((copy.end - copy.begin for copy in copies), 0.0), sum(copy.nbytes for copy in copies)
 
 
-def _beside(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
+def _overlaps(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
     """Each of ``transfers``, and whether any of ``others`` ran at the same time; both are in order of time."""
     position = 0
     for transfer in transfers:

@@ -34,8 +34,8 @@ from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
-from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
-from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, ReadOrder
+from chunkflow_compile.runtime.streams import CallingStream, Engine
 from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.host_store import HostStore
 from chunkflow_compile.weights.loader import WeightLoader, keep_dtype
@@ -145,7 +145,7 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
         cuda.callers = FakeStream(cuda, CallingStream())
         check_steps(run, twin, 1)
         handover = programs(model)[0].executor.device._handover
-        assert handover.event.made == changes and (handover in cuda.callers.awaited) == (changes > 0)
+        assert handover.event.recorded == changes and (handover in cuda.callers.awaited) == (changes > 0)
 
 
 @pytest.mark.parametrize("yields", ["soft", "hard"])
@@ -197,7 +197,7 @@ def late() -> Iterator[tuple[FakeCuda, FakeStream, Engine]]:
     cuda, engine = FakeCuda(), Engine(("copy",))
     cuda.engine = engine
     engine.pause()
-    yield cuda, FakeStream(cuda, ThreadStream(engine, "copy")), engine
+    yield cuda, FakeStream(cuda, engine.streams["copy"]), engine
     engine.close()
 
 
@@ -206,7 +206,7 @@ def test_the_clock_never_waits(late: tuple[FakeCuda, FakeStream, Engine]) -> Non
     clock, caller = Clock(lambda: cuda.event(True), most=0), cuda.current()
     told: list[tuple[float, float, bool]] = []
     for number in range(FRAMES):
-        found = clock.begin(caller, True, known=number != 2)
+        found = clock.begin(caller, True, consecutive=number != 2)
         assert found is not None
         clock.end(found, caller, copy, lambda *times: told.append(times))
     assert clock.begin(caller, True, True) is None, "all frames are in use: the call is not measured"
@@ -367,7 +367,7 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:
-        device.copy.run(lambda: reader.reset(Order([], cycle, begin)))
+        device.copy.run(lambda: reader.reset(ReadOrder([], cycle, begin)))
         for i in range(begin, begin + count):
             device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, cycle[i])), None, "copy")
 

@@ -20,7 +20,7 @@ from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.frontend import trace as tracing
 from chunkflow_compile.runtime.instructions import instructions
 from chunkflow_compile.runtime.order import Solo
-from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
+from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent
 
 
 def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, Solo]:
@@ -178,7 +178,7 @@ def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> N
     log: list[str] = []
     gate, clock = threading.Event(), OwnClock()
     engine = Engine(("test",), clock=clock.host)
-    copy, event, compute = ThreadStream(engine, "test"), HostEvent(engine.bell), CallingStream(clock.host)
+    copy, event, compute = engine.streams["test"], HostEvent(engine.bell), CallingStream(clock.host)
     compute.wait(event)  # never recorded: nothing to wait for, as on CUDA
     copy.run(lambda: gate.wait() and None)
     copy.run(lambda: log.append("copied"))

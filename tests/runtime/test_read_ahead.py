@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK, MOST_READ_AHEAD, Ring, RingSlot, ring_bytes, room
 from chunkflow_compile.runtime import read_ahead
-from chunkflow_compile.runtime.read_ahead import Order, ReadAhead, Reading
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, ReadOrder
 from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, WeightFile
@@ -109,7 +109,7 @@ def test_every_copy_gets_its_bytes(file: WeightFile, spans: list[tuple[int, int]
         for _ in range(3):
             begin = data.draw(st.integers(0, len(cycle) - 1))
             first = cycle[: data.draw(st.integers(0, len(cycle)))]
-            reader.reset(Order(first, cycle, begin))
+            reader.reset(ReadOrder(first, cycle, begin))
             expected = [*first, *cycle[begin:], *cycle, *cycle]
             for source in expected[: data.draw(st.integers(0, len(expected)))]:
                 event = Event() if data.draw(st.booleans()) else None
@@ -149,7 +149,7 @@ def test_where_memory_is_short_the_page_cache_stays_as_it_is(
     spans = [(2240, 300_000), (302_240, 400_001), (702_241, len(content) - 702_241)]
     monkeypatch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, (1 << 19) if short else 1 << 40))
     cycle, reader = cycle_of(file, spans), ReadAhead(unpinned)
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     for item, (begin, size) in zip([*cycle, *cycle], [*spans, *spans], strict=True):
         assert bytes_of(reader, item) == content[begin : begin + size]
     reader.stop()
@@ -179,7 +179,7 @@ def test_a_file_system_that_has_no_such_reads(file: WeightFile, monkeypatch: pyt
             patch.setattr(os, name, change)
             again = WeightFile(file.descriptor, "the file")
             cycle, reader = cycle_of(again, [(5, 50), (99, 1000)]), ReadAhead(unpinned)
-            reader.reset(Order([], cycle, 0))
+            reader.reset(ReadOrder([], cycle, 0))
             for item in [*cycle, *cycle]:
                 bytes_of(reader, item)
             reader.stop()
@@ -189,7 +189,7 @@ def test_a_file_system_that_has_no_such_reads(file: WeightFile, monkeypatch: pyt
 def test_it_reads_ahead_as_far_as_the_ring_goes(file: WeightFile) -> None:
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader, before = ReadAhead(unpinned), file.read_bytes
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     (bytes_of(reader, cycle[0]), bytes_of(reader, cycle[1]))
     eventually(lambda: file.read_bytes - before >= 6 * 64)
     reader.stop()
@@ -200,7 +200,7 @@ def test_a_slot_is_not_written_before_its_copy_has_ended(file: WeightFile) -> No
     """The copies after it have ended; its own event has not come to pass."""
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader, before, late = ReadAhead(unpinned), file.read_bytes, Event()
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     slow = Reading(reader, cycle[0])
     values, _ = slow.acquire()
     slow.release(late)
@@ -224,7 +224,7 @@ def test_a_device_that_fails_ends_the_wait_for_bytes(file: WeightFile) -> None:
 
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader = ReadAhead(unpinned)
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
 
     def take_all() -> None:
         for source in cycle:
@@ -246,7 +246,7 @@ def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: WeightFile, monkeypat
     monkeypatch.setattr(read_ahead, "Ring", NeverWaits)
     cycle, before = cycle_of(file, [(64 * i, 64) for i in range(16)]), file.read_bytes
     reader = ReadAhead(unpinned)
-    reader.reset(Order(cycle[:1], cycle[1:], 0))  # the first is not read again, however far the reader gets
+    reader.reset(ReadOrder(cycle[:1], cycle[1:], 0))  # the first is not read again, however far the reader gets
     values, _ = Reading(reader, cycle[0]).acquire()
     eventually(lambda: file.read_bytes - before >= 7 * 64)
     reader.stop()
@@ -257,7 +257,7 @@ def test_a_copy_out_of_order_reads_by_itself(file: WeightFile) -> None:
     cycle = cycle_of(file, [(0, 10), (10, 20), (30, 30)])
     reader = ReadAhead(unpinned)
     assert bytes_of(reader, cycle[1]) == CONTENT[10:30], "before the first reset"
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     assert bytes_of(reader, cycle[2]) == CONTENT[30:60]
     assert bytes_of(reader, cycle[0]) == CONTENT[:10]
     assert bytes_of(reader, cycle[1]) == CONTENT[10:30]
@@ -268,7 +268,7 @@ def test_a_copy_out_of_order_reads_by_itself(file: WeightFile) -> None:
 def test_a_slow_drive_is_named_once(file: WeightFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
     cycle = cycle_of(file, [(512 * i, 512) for i in range(8)])
     reader = ReadAhead(unpinned, rate=4000, clock=OwnClock().host)
-    reader.reset(Order([], cycle, 0), expected=4000 * times)
+    reader.reset(ReadOrder([], cycle, 0), expected=4000 * times)
     seconds = nbytes = 0.0
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         for reading in [*cycle, *cycle]:
@@ -285,7 +285,7 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> Non
     """A ring that is full stops the drive; what it reads after that takes as long as before."""
     cycle, rate, clock = cycle_of(file, [(512 * i, 512) for i in range(8)]), 20_000, OwnClock()
     reader, full = ReadAhead(unpinned, rate=rate, clock=clock.host), 512 * (ring_bytes([512] * 8) // room(512))
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     seconds = nbytes = 0.0
 
     def has_read(due: int) -> bool:
@@ -305,7 +305,7 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> Non
 def test_a_file_that_ends(file: WeightFile) -> None:
     cycle = cycle_of(file, [(0, 10), (len(CONTENT) - 5, 10)])
     reader = ReadAhead(unpinned)
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     bytes_of(reader, cycle[0])
     for _ in range(2):  # it does not wait for a thread that has ended
         with pytest.raises(ChunkflowError, match=r"The file ends at byte 4096: load the model again"):
@@ -329,9 +329,9 @@ def test_a_reader_whose_thread_cannot_start(file: WeightFile, monkeypatch: pytes
     cycle, reader = cycle_of(file, [(64 * i, 64) for i in range(4)]), ReadAhead(unpinned)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
         patch.setattr(threading.Thread, "start", no_thread)
-        reader.reset(Order([], cycle, 0))
+        reader.reset(ReadOrder([], cycle, 0))
     assert bytes_of(reader, cycle[2]) == CONTENT[128:192]
-    reader.reset(Order([], cycle, 0))
+    reader.reset(ReadOrder([], cycle, 0))
     assert bytes_of(reader, cycle[0]) == CONTENT[:64]
     reader.close()
 
@@ -339,7 +339,7 @@ def test_a_reader_whose_thread_cannot_start(file: WeightFile, monkeypatch: pytes
 def test_a_reader_that_is_dropped_ends_its_thread(file: WeightFile) -> None:
     """A model may be dropped without restore."""
     reader = ReadAhead(unpinned)
-    reader.reset(Order([], cycle_of(file, [(0, 64)]), 0))
+    reader.reset(ReadOrder([], cycle_of(file, [(0, 64)]), 0))
     del reader
     gc.collect()
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"])
@@ -362,7 +362,7 @@ def test_a_ring_that_is_large_enough_is_kept(file: WeightFile) -> None:
 
     reader, cycle = ReadAhead(pin), cycle_of(file, [(0, 64)] * 8)
     for count in (8, 4, 8):
-        reader.reset(Order([], cycle[:count], 0))
+        reader.reset(ReadOrder([], cycle[:count], 0))
         bytes_of(reader, cycle[0])
     assert pinned == [3 * room(64)]
     reader.close()
@@ -388,6 +388,6 @@ def test_an_error_of_any_kind_reaches_the_copy(file: WeightFile, monkeypatch: py
         reader = ReadAhead(unpinned)
         with monkeypatch.context() as patch:
             patch.setattr(*change)
-            reader.reset(Order([], cycle, 0))
+            reader.reset(ReadOrder([], cycle, 0))
             assert error_of(lambda reader=reader: Reading(reader, cycle[0]).acquire()).startswith(said)
         reader.stop()
