@@ -14,11 +14,6 @@ from chunkflow_compile.frontend.source_tree import show_backend
 if TYPE_CHECKING:
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.frontend.compile import compile as compile
-    from chunkflow_compile.model.offload import cycles as cycles
-    from chunkflow_compile.model.offload import offload as offload
-    from chunkflow_compile.model.offload import programs as programs
-    from chunkflow_compile.model.offload import restore as restore
-    from chunkflow_compile.model.replan import replan as replan
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
     from chunkflow_compile.passes.graph.declared import register_collective as register_collective
     from chunkflow_compile.pipeline.adapters import use_adapters as use_adapters
@@ -27,6 +22,11 @@ if TYPE_CHECKING:
     from chunkflow_compile.pipeline.explain import explain as explain
     from chunkflow_compile.pipeline.metrics import metrics as metrics
     from chunkflow_compile.pipeline.spans import spans as spans
+    from chunkflow_compile.placed.offload import cycles as cycles
+    from chunkflow_compile.placed.offload import offload as offload
+    from chunkflow_compile.placed.offload import programs as programs
+    from chunkflow_compile.placed.offload import restore as restore
+    from chunkflow_compile.placed.replan import replan as replan
     from chunkflow_compile.runtime.arena import Arena as Arena
     from chunkflow_compile.servers.admit import admit as admit
 
@@ -38,16 +38,16 @@ _HOMES = {
     "ChunkflowError": "chunkflow_compile.passes.errors",
     "apply": "chunkflow_compile.pipeline.apply",
     "compile": "chunkflow_compile.frontend.compile",
-    "cycles": "chunkflow_compile.model.offload",
+    "cycles": "chunkflow_compile.placed.offload",
     "enable_adapters": "chunkflow_compile.frontend.adapters",
     "explain": "chunkflow_compile.pipeline.explain",
     "metrics": "chunkflow_compile.pipeline.metrics",
-    "offload": "chunkflow_compile.model.offload",
-    "programs": "chunkflow_compile.model.offload",
+    "offload": "chunkflow_compile.placed.offload",
+    "programs": "chunkflow_compile.placed.offload",
     "register_collective": "chunkflow_compile.passes.graph.declared",
     "remove": "chunkflow_compile.pipeline.apply",
-    "replan": "chunkflow_compile.model.replan",
-    "restore": "chunkflow_compile.model.offload",
+    "replan": "chunkflow_compile.placed.replan",
+    "restore": "chunkflow_compile.placed.offload",
     "spans": "chunkflow_compile.pipeline.spans",
     "use_adapters": "chunkflow_compile.pipeline.adapters",
 }

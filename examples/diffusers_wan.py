@@ -17,7 +17,7 @@ import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 
 import chunkflow_compile
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 
 STEPS = 5
 

@@ -39,7 +39,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import chunkflow_compile
 from chunkflow_compile import use_adapters
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.servers.admit import Admitter
 
 # Two applications, so that the replicas outlive the last request that waits for one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chunkflow_compile.models.sizes import Config, build_model
+from chunkflow_compile.catalog.sizes import Config, build_model
 
 # Width of the text encoders, and so of the prompt embeddings.
 TEXT = 64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from small_encoders import TEXT, TextAndImages, clip, llama, qwen3, qwen_vl, t5, tokenizer, umt5
 
-from chunkflow_compile.models.sizes import Config, build_model
+from chunkflow_compile.catalog.sizes import Config, build_model
 
 Components = dict[str, Any]
 

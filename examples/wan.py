@@ -15,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import chunkflow_compile
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 
 
 def main() -> None:

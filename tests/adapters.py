@@ -11,7 +11,7 @@ from helpers import graphs, small_twins
 from torch import nn
 
 from chunkflow_compile import compile, enable_adapters
-from chunkflow_compile.models.small import Size, small_inputs
+from chunkflow_compile.catalog.small import Size, small_inputs
 
 ATTENTION = ("to_q", "to_k", "to_v")
 SIZE = Size(layers=2, singles=2)

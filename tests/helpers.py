@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +22,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
@@ -304,3 +305,10 @@ class Terminal(io.StringIO):
 def memory_named(error: object) -> int:
     """The budget that an error tells to give, bytes."""
     return parse_bytes(re.findall(r"memory='([\w.]+)'", str(error))[-1], "memory")
+
+
+def join_closers() -> None:
+    """Wait for the threads on which finalizers close programs."""
+    for thread in threading.enumerate():
+        if thread.name == "chunkflow-close":
+            thread.join()

@@ -12,8 +12,8 @@ from torch import nn
 
 from chunkflow_compile import cycles, programs
 from chunkflow_compile.frontend.compile import Compiled
-from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 

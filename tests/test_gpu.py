@@ -16,8 +16,8 @@ from helpers import Stack, UlyssesStack, check_steps, on_card
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.loopback import join_loopback
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 pytestmark = [

@@ -20,9 +20,9 @@ from schedules import ranked
 from torch import nn
 
 import chunkflow_compile
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 import chunkflow_compile.frontend.backend  # noqa: F401
-from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.catalog.small import Size, small_model
 
 tqdm.monitor_interval = 0  # no thread for progress bars: torch makes some
 small_model("wan", Size(layers=1))  # imports diffusers

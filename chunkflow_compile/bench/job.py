@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chunkflow_compile.catalog.presets import OutputSizes
 from chunkflow_compile.lowering.lower import Lowering
-from chunkflow_compile.models.presets import OutputSizes
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
+from chunkflow_compile.catalog.presets import PRESETS
+from chunkflow_compile.catalog.quiet import quiet_diffusers, quiet_imports
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.machine import check_installed
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.models.quiet import quiet_diffusers, quiet_imports
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .job import Job, RankRun

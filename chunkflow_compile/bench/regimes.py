@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from chunkflow_compile.models.sizes import Size
+from chunkflow_compile.catalog.sizes import Size
 
 from .peers import PEER_ARMS
 

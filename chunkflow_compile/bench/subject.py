@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from chunkflow_compile.models.presets import PRESETS, preset
-from chunkflow_compile.models.small import small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.models.weightless import load_build
+from chunkflow_compile.catalog.presets import PRESETS, preset
+from chunkflow_compile.catalog.small import small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
+from chunkflow_compile.catalog.weightless import load_build
 
 from .job import REHEARSAL, Job
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles
 
-from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json, seconds, table
 from chunkflow_compile.runtime.measurement import StepMeasurement
 from chunkflow_compile.units import size

@@ -25,10 +25,10 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.hardware.stopwatch import Stopwatch
-from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable
 from typing import get_args
 
+from chunkflow_compile.catalog.presets import PRESETS
+from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.hardware.profiles import profile_names
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.models.sizes import Quantisation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, DEFAULT_MIN_BYTES, Yield
 from chunkflow_compile.units import enough
 

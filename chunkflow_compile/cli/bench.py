@@ -15,8 +15,8 @@ from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
-from chunkflow_compile.models.presets import PRESETS, OutputSizes
-from chunkflow_compile.models.weightless import load_build
+from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
+from chunkflow_compile.catalog.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES

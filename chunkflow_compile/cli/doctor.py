@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from chunkflow_compile.catalog.presets import weight_bytes
 from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
-from chunkflow_compile.models.presets import weight_bytes
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.health import engines, findings, health_table, room_for
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from chunkflow_compile.catalog.quiet import quiet_imports
 from chunkflow_compile.hardware.caches import settle
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
 from .output import check_json, save_traceback

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.regimes import DEMO, REGIMES
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.models.published import PUBLISHED
+from chunkflow_compile.catalog.presets import PRESETS
+from chunkflow_compile.catalog.published import PUBLISHED
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, STAGES
 
 from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_sizes

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
+from chunkflow_compile.catalog.presets import OutputSizes
+from chunkflow_compile.catalog.published import Published, published
+from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.eager_cost import EagerCost, eager_cost
-from chunkflow_compile.models.presets import OutputSizes
-from chunkflow_compile.models.published import Published, published
-from chunkflow_compile.models.weightless import trace_without_weights
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES

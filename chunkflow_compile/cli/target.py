@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from chunkflow_compile.models.branches import BRANCHES
-from chunkflow_compile.models.presets import preset
-from chunkflow_compile.models.quiet import quiet_diffusers
-from chunkflow_compile.models.weightless import load_build, trace_without_weights
+from chunkflow_compile.catalog.branches import BRANCHES
+from chunkflow_compile.catalog.presets import preset
+from chunkflow_compile.catalog.quiet import quiet_diffusers
+from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.traced import Traced

@@ -13,8 +13,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.slots import Sizes, Slotted, like, plain, slotted
-from chunkflow_compile.model.placement import placements_of
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.placement import placements_of
 
 # The adapter that PEFT is given to choose the class of each layer.
 _PROBE = "chunkflow_probe"

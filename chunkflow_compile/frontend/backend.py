@@ -22,7 +22,9 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule
 
-from chunkflow_compile.frontend.frame import (
+from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
+from chunkflow_compile.frontend.module_search import blocks_around
+from chunkflow_compile.frontend.preconditions import (
     bytes_outside,
     device_of,
     fix_sizes,
@@ -40,8 +42,6 @@ from chunkflow_compile.frontend.frame import (
     warn_if_no_module_holds,
     weights_and_modules,
 )
-from chunkflow_compile.frontend.module_search import blocks_around
-from chunkflow_compile.frontend.stores import index_of, move_weights, start_program
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
@@ -54,10 +54,6 @@ from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.lowering.warm_up import warm_up
-from chunkflow_compile.model.index import ModelIndex
-from chunkflow_compile.model.offload import large_weights, refuse_accelerate
-from chunkflow_compile.model.placement import Placement, placement_of, placements_around
-from chunkflow_compile.model.streamable import refuse_fully_sharded
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
@@ -69,6 +65,10 @@ from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
+from chunkflow_compile.placed.placement import Placement, placement_of, placements_around
+from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages

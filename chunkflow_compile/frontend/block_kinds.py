@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.model.index import elements, is_called
+from chunkflow_compile.placed.index import elements, is_called
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import hook_registry
 

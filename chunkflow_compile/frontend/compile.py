@@ -30,14 +30,14 @@ from chunkflow_compile.frontend.block_kinds import (
     runs_op_by_op,
     structure_of,
 )
-from chunkflow_compile.frontend.frame import guard_hooks
 from chunkflow_compile.frontend.guard_filter import needed
+from chunkflow_compile.frontend.preconditions import guard_hooks
 from chunkflow_compile.lowering.warm_up import warm_up
-from chunkflow_compile.model.compile_progress import CompileProgress
-from chunkflow_compile.model.offload import offload
-from chunkflow_compile.model.placement import Placement, placement_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.compile_progress import CompileProgress
+from chunkflow_compile.placed.offload import offload
+from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.report.record import check_folder
 
 _log = logging.getLogger(__name__)

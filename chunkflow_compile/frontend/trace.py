@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from chunkflow_compile.model.index import ModelIndex
-from chunkflow_compile.model.offload import large_weights
-from chunkflow_compile.model.streamable import why_not
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.placed.offload import large_weights
+from chunkflow_compile.placed.streamable import why_not
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of

@@ -18,9 +18,6 @@ from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.compile import check_dynamic, check_options, compile_by_kind
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.model.offload import bring_back, offload
-from chunkflow_compile.model.placement import placement_of, placements_of
-from chunkflow_compile.model.streamable import GGUF, class_of
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
@@ -33,6 +30,9 @@ from chunkflow_compile.pipeline.components import (
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.pipeline.phase import Phase, kept_by
+from chunkflow_compile.placed.offload import bring_back, offload
+from chunkflow_compile.placed.placement import placement_of, placements_of
+from chunkflow_compile.placed.streamable import GGUF, class_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
-from chunkflow_compile.model.offload import cycles, programs
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.model.replan import replan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.allocators import Allocator
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_memory, runs_once
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
+from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock

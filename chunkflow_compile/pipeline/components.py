@@ -10,13 +10,13 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.hardware.headroom import budget_for
-from chunkflow_compile.model.index import ModelIndex
-from chunkflow_compile.model.offload import cast_to
-from chunkflow_compile.model.placement import placement_of, placements_around
-from chunkflow_compile.model.streamable import BITSANDBYTES_INT8, PLAIN, class_of, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
 from chunkflow_compile.pipeline.phase import Phase, kept_by
+from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.placed.offload import cast_to
+from chunkflow_compile.placed.placement import placement_of, placements_around
+from chunkflow_compile.placed.streamable import BITSANDBYTES_INT8, PLAIN, class_of, why_not
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of

@@ -10,11 +10,11 @@ from torch import nn
 
 from chunkflow_compile.frontend.adapters import disable_adapters, is_enabled, let_widen, unload
 from chunkflow_compile.frontend.compile import uncompile
-from chunkflow_compile.model.offload import bring_back
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget, budget_of, unclaim
 from chunkflow_compile.pipeline.components import check_unmoved, components_of
 from chunkflow_compile.pipeline.phase import Phase
+from chunkflow_compile.placed.offload import bring_back
 
 # Attribute of a class that ``in_turns`` returns: the class of the pipeline that it was given.
 _PLAIN_CLASS = "_chunkflow_plain"

@@ -15,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.model.placement import Placement, placement_of, unwrap
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import components_of
+from chunkflow_compile.placed.placement import Placement, placement_of, unwrap
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
 

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.metrics import models_of
+from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.runtime.measurement import as_one
 from chunkflow_compile.runtime.sequence import Sequence as CallSequence
 

@@ -27,12 +27,12 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from chunkflow_compile.catalog.eager_cost import eager_cost
+from chunkflow_compile.catalog.families import FAMILIES, Family
+from chunkflow_compile.catalog.presets import PRESETS
+from chunkflow_compile.catalog.sizes import Shape
+from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.headroom import budget_for
-from chunkflow_compile.models.eager_cost import eager_cost
-from chunkflow_compile.models.families import FAMILIES, Family
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.models.sizes import Shape
-from chunkflow_compile.models.weightless import trace_without_weights
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.pipeline import Settings, make_cut

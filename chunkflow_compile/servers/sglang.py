@@ -92,8 +92,8 @@ class Hooks:
         from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
         from torch import nn
 
-        from chunkflow_compile.model.offload import offload
         from chunkflow_compile.options import parse_options
+        from chunkflow_compile.placed.offload import offload
 
         if isinstance(module, nn.Module) and not _streams(module):
             offload(module, get_local_torch_device(), min_bytes=parse_options(self._options).min_bytes)
@@ -117,7 +117,7 @@ class Hooks:
 
     def report(self, result: None, manager: Any) -> None:
         """AFTER a request: says once of a transformer what its steps copy."""
-        from chunkflow_compile.model.offload import cycles
+        from chunkflow_compile.placed.offload import cycles
         from chunkflow_compile.units import size
 
         for module in manager.pipeline.modules.values():
@@ -136,7 +136,7 @@ class Hooks:
 
 def _streams(module: Any) -> bool:
     """Whether a module is placed."""
-    from chunkflow_compile.model.placement import placement_of  # imports torch
+    from chunkflow_compile.placed.placement import placement_of  # imports torch
 
     return placement_of(module) is not None
 

@@ -83,7 +83,7 @@ class _Backend:
         self._models: list[Any] = []
 
     def enable(self, pipeline: Any) -> None:
-        from chunkflow_compile.model.offload import offload
+        from chunkflow_compile.placed.offload import offload
 
         if hasattr(pipeline, "setup_compile"):
             raise ChunkflowError(
@@ -103,7 +103,7 @@ class _Backend:
             pipeline.to(self._device)  # everything else: what is offloaded stays
 
     def disable(self) -> None:
-        from chunkflow_compile.model.offload import restore
+        from chunkflow_compile.placed.offload import restore
 
         if self._theirs is not None:
             self._theirs.disable()

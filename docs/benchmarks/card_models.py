@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
 from chunkflow_compile.hardware.calibrate import BACKENDS
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import OutputSizes, Preset, preset
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem

@@ -39,8 +39,8 @@ from tqdm import tqdm
 
 import chunkflow_compile
 from chunkflow_compile import cycles, programs
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes import pipeline
 from chunkflow_compile.runtime.order import Solo
 

@@ -26,11 +26,11 @@ from tabulate import tabulate
 from torch import nn
 
 from chunkflow_compile import cycles, offload, programs
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import seconds

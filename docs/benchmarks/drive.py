@@ -26,9 +26,9 @@ from tabulate import tabulate
 from torch import nn
 
 from chunkflow_compile import offload, programs, replan
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size

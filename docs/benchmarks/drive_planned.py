@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS, OutputSizes
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place

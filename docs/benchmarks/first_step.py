@@ -31,7 +31,7 @@ from runs import in_a_process
 from tabulate import tabulate
 from torch import nn
 
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.report.first_step import first_step_phases
 
 # Weights of narrow blocks count as large.
@@ -90,7 +90,7 @@ def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[s
     timer = {key: seconds for key, seconds in counted.items() if seconds >= 0.01}
     moved = 0
     if arm in (WHOLE, BY_KIND):
-        from chunkflow_compile.model.placement import placement_of
+        from chunkflow_compile.placed.placement import placement_of
 
         placement = placement_of(model)
         assert placement is not None

@@ -32,11 +32,11 @@ from chunkflow_compile.bench.peers import (
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import PEERS, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
+from chunkflow_compile.catalog.presets import PRESETS
+from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.calibrate import calibrate
 from chunkflow_compile.hardware.machine import device_name, look
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES

@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.runtime.graph import CompiledGraph

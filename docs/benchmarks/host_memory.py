@@ -30,8 +30,8 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 
-from chunkflow_compile.model.offload import cast_to
-from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.catalog.small import Size, small_model
+from chunkflow_compile.placed.offload import cast_to
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.loader import WeightLoader, keep_dtype

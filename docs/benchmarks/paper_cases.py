@@ -13,8 +13,8 @@ from statistics import mean
 
 from tqdm import tqdm
 
+from chunkflow_compile.catalog.presets import OutputSizes, preset
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import OutputSizes, preset
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.pipeline import make_cut

@@ -24,8 +24,8 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
+from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
-from chunkflow_compile.models.presets import preset
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place

@@ -35,8 +35,8 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from chunkflow_compile import offload, programs
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut

@@ -22,8 +22,8 @@ from tabulate import tabulate
 from torch import nn
 
 from chunkflow_compile import apply, programs
+from chunkflow_compile.catalog.sizes import build_model
 from chunkflow_compile.hardware.machine import device_name
-from chunkflow_compile.models.sizes import build_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from small_pipelines import SMALL_PIPELINES

@@ -23,12 +23,12 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import cycles, programs
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 

@@ -18,14 +18,14 @@ from conftest import HERE, MODEL, SIZES
 from helpers import Stack, run_python
 
 from chunkflow_compile import offload, programs
+from chunkflow_compile.catalog.quiet import quiet_imports
+from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.cli import demo, target
 from chunkflow_compile.cli.arguments import add_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.cli.output import Progress
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.quiet import quiet_imports
-from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.weights.drive import for_the_drive
@@ -305,7 +305,7 @@ def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: Path) -> None:
     """The order of the model, in which they are chosen, is not that of the step."""
     (tmp_path / "wan.py").write_text(
-        "from chunkflow_compile.models.small import Size, small_inputs, small_model\n"
+        "from chunkflow_compile.catalog.small import Size, small_inputs, small_model\n"
         "def wan(): return small_model('wan', Size(layers=2)), small_inputs('wan', Size(layers=2), 0)\n"
     )
     model = small_model("wan", Size(layers=2))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from chunkflow_compile.catalog.eager_cost import eager_cost
+from chunkflow_compile.catalog.presets import OutputSizes, Preset
+from chunkflow_compile.catalog.published import PUBLISHED, Encoder, Published
+from chunkflow_compile.catalog.small import SMALL_MODELS, Size
 from chunkflow_compile.cli import pipeline
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.models.eager_cost import eager_cost
-from chunkflow_compile.models.presets import OutputSizes, Preset
-from chunkflow_compile.models.published import PUBLISHED, Encoder, Published
-from chunkflow_compile.models.small import SMALL_MODELS, Size
 from chunkflow_compile.simulate.generation import Component
 
 pytest.importorskip("transformers")

@@ -20,11 +20,11 @@ from helpers import graphs
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, enable_adapters, offload, programs, restore
+from chunkflow_compile.catalog.small import small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.frontend.slots import Slotted
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import leaves_of

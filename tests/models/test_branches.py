@@ -15,9 +15,9 @@ from helpers import Block, InTurn
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs
-from chunkflow_compile.models.branches import exchange_branches
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.weightless import trace_without_weights
+from chunkflow_compile.catalog.branches import exchange_branches
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.pipeline import make_cut

@@ -21,9 +21,9 @@ from small_pipelines import small_pipeline
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
-from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot
+from chunkflow_compile.placed.placement import placement_of
 
 
 @pytest.fixture(autouse=True)

@@ -20,11 +20,11 @@ from torch._inductor.compile_fx import compile_fx
 
 import chunkflow_compile
 from chunkflow_compile import cycles, offload, programs, restore
+from chunkflow_compile.catalog.small import SMALL_MODELS, Size
 from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_blocks
 from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import inductor
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import SMALL_MODELS, Size
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.leaves import leaves_of
 
 SIZE = Size(layers=4, singles=4)
@@ -178,7 +178,7 @@ def test_a_line_for_each_long_compilation(
     offload(model, "cpu", min_bytes=MIN_BYTES)
     placement: Any = placement_of(model)
     compile_by_kind(model, placement, EAGER, None, name="pipe.transformer")
-    caplog.set_level(logging.INFO, "chunkflow_compile.model.compile_progress")
+    caplog.set_level(logging.INFO, "chunkflow_compile.placed.compile_progress")
     for rows, tick in ((4, 2.0), (6, 2.0), (9, 2.0)):
         placement.progress.now = OwnClock(tick=tick).now
         model(torch.randn(rows, 8))
@@ -192,7 +192,7 @@ def test_a_line_for_each_long_compilation(
     quick: Any = placement_of(other)
     quick.progress.now = OwnClock(tick=1.9).now
     other(torch.randn(4, 8))
-    said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.model.compile_progress"]
+    said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.placed.compile_progress"]
     first = "pipe.transformer: compiled blocks.0 in 2.0 s"
     assert said == [first, "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s"]
     assert all((f"chunkflow: {line}\n" in shown.getvalue()) == terminal for line in said)

@@ -16,8 +16,8 @@ from test_cycles import arena_of, check, primed, taken
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]

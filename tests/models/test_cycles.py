@@ -16,9 +16,9 @@ from helpers import Stack, check_small, check_steps, small_twins, twins
 from torch import nn
 
 from chunkflow_compile import Arena, cycles, explain, offload, programs, restore
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 from chunkflow_compile.runtime.sequence import Sequence as CallSequence

@@ -14,10 +14,10 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import programs
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend import compile as compiling
 from chunkflow_compile.frontend import guard_filter as guards
 from chunkflow_compile.frontend.block_kinds import kinds_of, repeated_blocks
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 
 SIZE = Size(layers=3)

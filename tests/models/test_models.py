@@ -13,10 +13,10 @@ from helpers import WIDE
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile.model.offload import offload, programs
-from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.small import SMALL_MODELS, Size, small_inputs, small_model
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.passes.program.cycle import prefetches
+from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import tensors_of
 

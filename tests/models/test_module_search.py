@@ -16,7 +16,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.model.placement import placements_of
+from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.units import size
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}

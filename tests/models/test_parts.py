@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import chunkflow_compile
 from chunkflow_compile import cycles, offload, programs
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import Size, small_inputs
+from chunkflow_compile.catalog.small import Size, small_inputs
+from chunkflow_compile.placed.placement import placement_of
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]

@@ -39,9 +39,9 @@ from pipelines import (
 from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.pipeline.budget import Budget, budget_of
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")
@@ -75,7 +75,7 @@ def test_a_pipeline(
     most = list[int]()
     printed = capsys.readouterr().out
     assert all(n in printed for n in models(pipe))
-    caplog.set_level(logging.INFO, "chunkflow_compile.model.compile_progress")
+    caplog.set_level(logging.INFO, "chunkflow_compile.placed.compile_progress")
     placement_of(pipe.transformer).progress.now = OwnClock(tick=2.0).now
     for phase in budget.phases:
         large = [t for t in phase.weights if t.nbytes >= MIN_BYTES]

@@ -13,7 +13,7 @@ from pipelines import EAGER, FLUX, Applied, bytes_moved, expected, flux_with_con
 from small_pipelines import small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
-from chunkflow_compile.models.sizes import build_model
+from chunkflow_compile.catalog.sizes import build_model
 from chunkflow_compile.pipeline.budget import Budget, budget_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -12,12 +12,12 @@ import torch
 from paper_formulas import dit_block_flops, double_block_flops, single_block_flops
 from torch import nn
 
+from chunkflow_compile.catalog.presets import PRESETS, Preset
+from chunkflow_compile.catalog.quantised import quantised
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS, Preset
-from chunkflow_compile.models.quantised import quantised
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut

@@ -22,7 +22,7 @@ from torch.nn.functional import gelu, linear
 
 import chunkflow_compile
 from chunkflow_compile import offload, programs
-from chunkflow_compile.models.small import Size, small_inputs
+from chunkflow_compile.catalog.small import Size, small_inputs
 from chunkflow_compile.weights.host_weight import HostWeight
 
 WAYS = ("lazy", "whole", "by kind")

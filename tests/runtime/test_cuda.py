@@ -25,7 +25,7 @@ from random_programs import Bench, Choices, Spec, choices, examples, specs
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs, restore
-from chunkflow_compile.frontend.frame import device_of
+from chunkflow_compile.frontend.preconditions import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.passes.hardware import LinkEmulation

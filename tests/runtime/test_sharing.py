@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, OPTIONS, RESIDENT, WITHIN, WRAPS
-from helpers import Stack, check_steps
+from helpers import Stack, check_steps, join_closers
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -210,9 +210,7 @@ def test_an_arena_whose_models_are_dropped_is_emptied(no_grad: None) -> None:
     assert arena.nbytes > 0
     torch._dynamo.reset()
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "chunkflow-close":
-            thread.join(WITHIN)
+    join_closers()
     assert arena.nbytes == 0 and not arena.programs
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     assert torch.equal(compiled(model, arena=arena, debug="threads")(x), twin(x)), "on other streams than before"

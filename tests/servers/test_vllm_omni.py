@@ -28,9 +28,9 @@ from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 from vllm_omni_server import WRAPPED, Worker, call, plugged_in, ranks
 
 from chunkflow_compile import cycles, programs
-from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind, completes_itself, crossing_bytes, group_name
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.servers.vllm_omni import plug_in
 from chunkflow_compile.units import parse_bytes
 

@@ -16,12 +16,12 @@ import diffusers
 import pytest
 import torch
 from conftest import WITHIN, fork
-from helpers import Stack, UlyssesStack, check_steps, on_card
+from helpers import Stack, UlyssesStack, check_steps, join_closers, on_card
 from test_gpu import MIB, compiled
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.torch_cuda import TorchCuda
 from chunkflow_compile.weights.host_buffer import buffer_of
@@ -150,9 +150,7 @@ def on_the_second_card(_: int, limit: dict[str, int], folder: str | None) -> Non
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
-    for other in threading.enumerate():  # those that close sessions
-        if other.name == "chunkflow-close":
-            other.join()
+    join_closers()
     assert control.contexts() == {1}
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers import on_card
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.torch_cuda import register
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import buffer_of

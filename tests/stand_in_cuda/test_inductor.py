@@ -13,9 +13,9 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
 
 from chunkflow_compile import compile, offload, programs, restore
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.lowering.lower import lower_regions
-from chunkflow_compile.model.placement import placements_around
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.placed.placement import placements_around
 
 from . import control
 

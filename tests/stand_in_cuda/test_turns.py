@@ -16,8 +16,8 @@ from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.turns import Turns
+from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.stopwatch import Stopwatch
-from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.plan import runs
 
 from . import control

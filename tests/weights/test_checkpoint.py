@@ -17,8 +17,8 @@ from test_killed_ranks import run_all
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.model.offload import cast_to
-from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.placed.offload import cast_to
 from chunkflow_compile.weights import checkpoint
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
 from chunkflow_compile.weights.host_memory import give_free_memory_back

@@ -27,9 +27,9 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading

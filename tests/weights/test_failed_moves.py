@@ -21,8 +21,8 @@ from test_killed_ranks import without_name
 from test_shared_weights import PLACED, PLACES, large, shared
 
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small import small_model
+from chunkflow_compile.catalog.small import small_model
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.units import size
 from chunkflow_compile.weights import drive, limits, loader
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import WITHIN
-from helpers import Stack, twins
+from helpers import Stack, join_closers, twins
 from test_host_weight import MIN_BYTES, NAMES, compiled, pair, stack
 from torch import nn
 
@@ -269,6 +269,8 @@ def test_memory_is_given_back(no_grad: None) -> None:
     kept, others = model.get_parameter(NAMES[0]), [weakref.ref(p) for p in model.parameters()]
     del model, run, m
     torch._dynamo.reset()
+    gc.collect()
+    join_closers()
     gc.collect()
     assert sum(ref() is not None for ref in others) == 1
     assert torch.equal(kept, twin.get_parameter(NAMES[0]))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.units import size
 from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import Backing, SharedMemory, Where

@@ -23,7 +23,7 @@ from conftest import WITHIN
 from test_killed_ranks import run_all
 
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.weights import groups, node
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.groups import Group

@@ -17,8 +17,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.frontend.backend import chunkflow
-from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight

@@ -13,8 +13,8 @@ from quantisers import layerwise_casting, nf4, quanto, torchao
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.model.index import ModelIndex
-from chunkflow_compile.model.streamable import why_not
+from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.placed.streamable import why_not
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, stream_inside, tensors_of
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
-from chunkflow_compile.model import streamable
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
+from chunkflow_compile.placed import streamable
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.exchange import become
 from chunkflow_compile.weights.host_weight import HostWeight

@@ -23,7 +23,7 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
-from chunkflow_compile.models.small import small_model
+from chunkflow_compile.catalog.small import small_model
 from chunkflow_compile.weights.backing import Backing, Where
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import CheckpointReader

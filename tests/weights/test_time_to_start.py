@@ -17,9 +17,9 @@ from test_drive import LEAST, SIZE
 from test_shared_weights import everywhere
 
 from chunkflow_compile import apply, offload
+from chunkflow_compile.catalog.small import small_model
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.hardware.read_time import ReadTime
-from chunkflow_compile.models.small import small_model
 from chunkflow_compile.pipeline.apply import unread
 
 NAME = "WanTransformer3DModel"

@@ -9,8 +9,8 @@ import torch
 from helpers import Stack, cut_of
 from paper_formulas import dit_block_flops
 
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut

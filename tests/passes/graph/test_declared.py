@@ -17,7 +17,7 @@ from opaque import OpaqueStack, declaring, exchange, exchange_into, exchange_thr
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, register_collective
-from chunkflow_compile.frontend.frame import note_ops_of_others
+from chunkflow_compile.frontend.preconditions import note_ops_of_others
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore

@@ -17,9 +17,9 @@ from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
-from chunkflow_compile.model.compile_progress import CompileProgress
-from chunkflow_compile.model.index import filled_by, shards_of
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.compile_progress import CompileProgress
+from chunkflow_compile.placed.index import filled_by, shards_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.locks import ProcessLock

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
-from chunkflow_compile.frontend.frame import warn_if_no_module_holds
 from chunkflow_compile.frontend.module_search import index_around
-from chunkflow_compile.model.index import ModelIndex
-from chunkflow_compile.model.placement import Placement, placements_around
+from chunkflow_compile.frontend.preconditions import warn_if_no_module_holds
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.placed.placement import Placement, placements_around
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.order import Solo

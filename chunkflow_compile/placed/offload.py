@@ -12,11 +12,11 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from chunkflow_compile.model.index import ModelIndex, filled_by, is_distributed
-from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
-from chunkflow_compile.model.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
+from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
+from chunkflow_compile.placed.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
+from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes, whole_number
 from chunkflow_compile.weights.drive import for_the_drive

@@ -20,13 +20,13 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.frontend.module_search import held_by
 from chunkflow_compile.lowering.lower import Lowering
-from chunkflow_compile.model.index import ModelIndex, filled_by
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.placed.index import ModelIndex, filled_by
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of

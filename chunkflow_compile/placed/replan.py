@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.model.offload import cycles, programs
-from chunkflow_compile.model.placement import placements_of
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
+from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.runtime.measurement import measured
 from chunkflow_compile.runtime.order import replan as plan_again
 from chunkflow_compile.runtime.rank_times import RankTimes

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from chunkflow_compile.model.index import ModelIndex
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import parts, stream_inside, tensors_of
