@@ -198,8 +198,7 @@ class Sequence:
         keys: tuple[CallKey, ...] = (),
         advice: Callable[[], str] = str,
     ) -> None:
-        """``buffers``: of the weights, by their names in the cycle.  ``advice``: returns a sentence on what would fit if the
-        arena does not."""
+        """``buffers``: by the names of weights in the cycle.  ``advice``: returns what would fit if the arena does not."""
         self.arena = arena
         self.calls = calls
         self.settings = settings
@@ -211,16 +210,16 @@ class Sequence:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        # of each call, the versions of its weights that it ran on
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
+        self._seen: list[tuple[int, ...] | None] = [
+            None for _ in calls
+        ]  # the versions of weights that each call ran on
         self.times = Passes(cycle)
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
         self._marks = arrivals(cycle)
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[Call, Executor]] = [weakref.WeakKeyDictionary() for _ in calls]
-        # regions, and their keys
-        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()  # region -> its key
 
     @property
     def program(self) -> Program | None:
@@ -388,9 +387,8 @@ class Sequence:
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
-            pin_bytes = call.code.pin_bytes
             self._binding = self.arena.bind(
-                self, self.cycle, buffers, self._marks, pin_bytes=pin_bytes, advice=self._advice
+                self, self.cycle, buffers, self._marks, pin_bytes=call.code.pin_bytes, advice=self._advice
             )
         return self._binding
 
