@@ -60,12 +60,12 @@ def held_by(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    known, todo = dict[int, nn.Module](), [*modules][::-1]
+    seen, todo = dict[int, nn.Module](), [*modules][::-1]
     while todo:
-        if id(module := todo.pop()) not in known:
-            known[id(module)] = module
+        if id(module := todo.pop()) not in seen:
+            seen[id(module)] = module
             todo += _children(module)
-    return [*known.values()]
+    return [*seen.values()]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -88,12 +88,12 @@ def _of_callers(frame: FrameType | None) -> list[object]:
         spaces[id(frame.f_globals)] = frame.f_globals
         frame = frame.f_back
     near += [value for space in spaces.values() for value in [*space.values()]]
-    known = dict[int, object]()
+    objects = dict[int, object]()
     for step in range(_STEPS + 1):
         near = [o for o in (gc.get_referents(*near) if step else near) if not issubclass(type(o), _ENDS)]
-        near = [*{id(o): o for o in near if id(o) not in known}.values()]
-        known.update((id(o), o) for o in near)
-    return [*known.values()]
+        near = [*{id(o): o for o in near if id(o) not in objects}.values()]
+        objects.update((id(o), o) for o in near)
+    return [*objects.values()]
 
 
 def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
@@ -149,8 +149,8 @@ def _holder(
 
 def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
     """The outermost module around a block, so that blocks that are compiled one by one have one placement."""
-    found, seen = module, set[int]()
-    while (around := parents.get(id(found), ())) and len(around) == 1 and id(found) not in seen:
-        seen.add(id(found))
-        found = around[0]
-    return found if any(isinstance(m, nn.ModuleList) for m in parents.get(id(module), ())) else module
+    root, seen = module, set[int]()
+    while (around := parents.get(id(root), ())) and len(around) == 1 and id(root) not in seen:
+        seen.add(id(root))
+        root = around[0]
+    return root if any(isinstance(m, nn.ModuleList) for m in parents.get(id(module), ())) else module

@@ -81,8 +81,8 @@ class Code:
         assert stage.program is not None
         advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
         make = partial(self.make, **settings)
-        made = replace(self, program=stage.program, settings=replace(self.settings, **settings))
-        return replace(made, folder=folder, make=make, advice=advice, replan_after=0)
+        code = replace(self, program=stage.program, settings=replace(self.settings, **settings))
+        return replace(code, folder=folder, make=make, advice=advice, replan_after=0)
 
     def at(self, traced: Traced) -> Code:
         """The code at other sizes of the same graph: another plan of the same regions.  Raises as ``remade``."""
@@ -126,8 +126,8 @@ class Codes:
         inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
-        known = hints(traced.graph)
-        begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
+        values = hints(traced.graph)
+        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1: it depends on data
         self._codes = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
@@ -142,10 +142,10 @@ class Codes:
         """The sizes by which the code of a call is known; None if there is none yet."""
         if not self._symbols:
             return ()
-        known = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
-        if known is not None:
-            self._used[known] = next(self._clock)
-        return known
+        same = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
+        if same is not None:
+            self._used[same] = next(self._clock)
+        return same
 
     def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
         """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
@@ -156,16 +156,16 @@ class Codes:
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
         code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
-        others = ((known, codes[goal]) for known, codes in self._codes.items() if goal in codes)
-        same = (known for known, other in others if other.program.same_as(code.program))
-        self._same[sizes] = known = next(same, sizes)
-        self._used[known] = next(self._clock)
-        if known == sizes:
+        others = ((size, codes[goal]) for size, codes in self._codes.items() if goal in codes)
+        same = (size for size, other in others if other.program.same_as(code.program))
+        self._same[sizes] = size = next(same, sizes)
+        self._used[size] = next(self._clock)
+        if size == sizes:
             self._codes[sizes] = {goal: code}
         if len(self._codes) > KEPT_SIZES:
-            oldest = min(self._codes, key=lambda known: self._used[known])
+            oldest = min(self._codes, key=lambda size: self._used[size])
             del self._codes[oldest], self._used[oldest]
-            self._same = {other: known for other, known in self._same.items() if known != oldest}
+            self._same = {other: size for other, size in self._same.items() if size != oldest}
 
     def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
         """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
@@ -178,10 +178,10 @@ class Codes:
 def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
     """The code for a goal, made from one for another if there is none."""
     if goal not in codes:
-        made = next(iter(codes.values())).remade(**asdict(goal), plan=None)
+        code = next(iter(codes.values())).remade(**asdict(goal), plan=None)
         if len(codes) >= KEPT_GOALS:
             del codes[next(iter(codes))]
-        codes[goal] = made
+        codes[goal] = code
     return codes[goal]
 
 

@@ -24,14 +24,14 @@ def owning(region: Callable[..., Sequence[Any]], values: Iterable[torch.Tensor])
     memory = frozenset(value.untyped_storage()._cdata for value in values)
     if not memory:
         return region
-    found: list[frozenset[int]] = []
+    in_memory: list[frozenset[int]] = []
 
     def call(*args: Any) -> Sequence[Any]:
         outputs = region(*args)
-        if not found:
-            found.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, memory)))
-        if found[0]:
-            return [o.clone() if i in found[0] else o for i, o in enumerate(outputs)]
+        if not in_memory:
+            in_memory.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, memory)))
+        if in_memory[0]:
+            return [o.clone() if i in in_memory[0] else o for i, o in enumerate(outputs)]
         return outputs
 
     return call

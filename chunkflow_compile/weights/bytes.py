@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 # Elements that torch casts on the calling thread alone; for more it starts a team of threads.
-_ALONE = 1 << 15
+_SERIAL = 1 << 15
 # Integers of the same size, in which equal means equal bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,9 +22,9 @@ def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
-def cast_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+def cast_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
     """Cast one flat host tensor to the dtype of another, on the calling thread alone."""
-    for cast, value in zip(target.split(_ALONE), source.split(_ALONE), strict=True):
+    for cast, value in zip(target.split(_SERIAL), source.split(_SERIAL), strict=True):
         cast.copy_(value)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import cast_alone, copy_host_bytes, flat_bytes
+from .bytes import cast_on_this_thread, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 from .mapping import PAGE
 from .source import DriveBytes, WeightFile
@@ -62,25 +62,25 @@ class Mappings:
             return None
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         before = bisect.bisect_right(self._found, address, key=lambda m: m.begin)
-        found = self._found[before - 1] if before else None
-        if found is None or address + nbytes > found.end or _written(address, nbytes):
+        mapping = self._found[before - 1] if before else None
+        if mapping is None or address + nbytes > mapping.end or _written(address, nbytes):
             return None
-        offset = found.offset + address - found.begin
+        offset = mapping.offset + address - mapping.begin
         try:
-            status = os.stat(found.path)
+            status = os.stat(mapping.path)
         except OSError:
             return None  # deleted, or not to be seen from this name space: the mapping still has the bytes
-        if (status.st_dev, status.st_ino) != found.inode and self._as_mapped(found.path) != found.inode:
+        if (status.st_dev, status.st_ino) != mapping.inode and self._as_mapped(mapping.path) != mapping.inode:
             return None
         if status.st_size < offset + nbytes:
             raise ChunkflowError(
-                f"The checkpoint {found.path} was cut to {status.st_size} bytes after it was loaded; a weight reaches to "
+                f"The checkpoint {mapping.path} was cut to {status.st_size} bytes after it was loaded; a weight reaches to "
                 f"byte {offset + nbytes}. Restore the file and load the model again."
             )
-        if found.path not in self._files:
+        if mapping.path not in self._files:
             stamp = (status.st_dev, status.st_ino), status.st_mtime_ns
-            self._files[found.path] = WeightFile(Path(found.path), f"the checkpoint {found.path}", stamp)
-        return DriveBytes(self._files[found.path], offset, nbytes)
+            self._files[mapping.path] = WeightFile(Path(mapping.path), f"the checkpoint {mapping.path}", stamp)
+        return DriveBytes(self._files[mapping.path], offset, nbytes)
 
     def _as_mapped(self, path: str) -> tuple[int, int] | None:
         """The numbers of a file as mappings have them: those of stat are others on btrfs, and on overlayfs of old kernels."""
@@ -109,14 +109,14 @@ class CheckpointReader:
         self._local = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, "chunkflow-read", self._begin)
 
-    def read(self, part: DriveBytes, made: torch.Tensor, dtype: torch.dtype) -> None:
+    def read(self, part: DriveBytes, target: torch.Tensor, dtype: torch.dtype) -> None:
         """Read a part, whose elements are of ``dtype``, into a dense host tensor, and cast them to its dtype.
 
         Raises ChunkflowError if the file is replaced, cut or changed meanwhile, or the drive fails.
         """
-        count, size = made.numel(), dtype.itemsize
+        count, size = target.numel(), dtype.itemsize
         step = BLOCK // size
-        flat = made.as_strided((count,), (1,))
+        flat = target.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
         part.file.check()  # another file may have its name by now
         deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # the first error ends it
@@ -144,7 +144,7 @@ class CheckpointReader:
             if values.data_ptr() % dtype.itemsize:  # a checkpoint may begin a weight at any byte
                 copy_host_bytes(buffer[: block.nbytes], values)  # memmove: they may overlap
                 values = buffer[: block.nbytes]
-            cast_alone(target, values.view(dtype))
+            cast_on_this_thread(target, values.view(dtype))
 
     def _begin(self) -> None:
         """A thread begins: it gets whole pages of its own, as direct reads need."""

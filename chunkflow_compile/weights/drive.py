@@ -56,8 +56,8 @@ class Scratch:
         if (free := shutil.disk_usage(folder).free) < nbytes:
             raise ChunkflowError(_no_room(where, f"{size(free)} are free"))
         try:
-            with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as made:
-                return Scratch(Descriptor(os.dup(made.fileno())), where)
+            with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as opened:
+                return Scratch(Descriptor(os.dup(opened.fileno())), where)
         except OSError as error:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
@@ -69,8 +69,8 @@ class Scratch:
 
     def kept(self, begin: int, like: torch.Tensor) -> FileSlice:
         """A weight, of the shape, strides and dtype of ``like``, that is written from a page on."""
-        found = DriveBytes(self.file, begin, like.nbytes)
-        return FileSlice(as_weight(found.mapped(), like), found)
+        part = DriveBytes(self.file, begin, like.nbytes)
+        return FileSlice(as_weight(part.mapped(), like), part)
 
     def write(self, begin: int, weight: torch.Tensor) -> None:
         """Write a dense host tensor from a page on.  Raises ChunkflowError if the file system is full."""
@@ -115,12 +115,12 @@ def _no_room(where: str, cause: str) -> str:
 
 def _file_system(folder: Path) -> str:
     """The kind of the file system of a folder, empty if the machine does not say."""
-    found, best = "", -1  # of two mounts at one place, the later one lies on top
+    kind, best = "", -1  # of two mounts at one place, the later one lies on top
     with contextlib.suppress(OSError):
         where = folder.resolve()
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
             mount = Path(before.split()[4])
             if where.is_relative_to(mount) and len(mount.parts) >= best:
-                found, best = after.split()[0], len(mount.parts)
-    return found
+                kind, best = after.split()[0], len(mount.parts)
+    return kind

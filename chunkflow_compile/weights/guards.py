@@ -216,8 +216,8 @@ def _refuse_move(weight: HostWeight, target: torch.device, placed: torch.device)
 
 def _version(tensor: Any) -> int:
     """Changes with every write to a tensor."""
-    found: int = tensor.writes if isinstance(tensor, HostWeight) else tensor._version
-    return found
+    version: int = tensor.writes if isinstance(tensor, HostWeight) else tensor._version
+    return version
 
 
 def _apply_to_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -259,10 +259,10 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
                 state.pop(f"{path}.host")
                 state[path] = _host_copy(leaf)
         # bitsandbytes adds the tensors beside a weight
-        for path, found in quant_state_tensors(tensor, prefix + name):
+        for path, part in quant_state_tensors(tensor, prefix + name):
             key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
             if key in state:
-                state[key] = _host_copy(found)
+                state[key] = _host_copy(part)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

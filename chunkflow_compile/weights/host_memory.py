@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .bytes import as_weight, cast_alone, copy_host_bytes, flat_bytes
+from .bytes import as_weight, cast_on_this_thread, copy_host_bytes, flat_bytes
 from .staging import GpuStagings
 
 # Elements that are cast at a time.
@@ -40,30 +40,30 @@ def empty_pages(like: torch.Tensor) -> torch.Tensor:
     return as_weight(torch.frombuffer(pages, dtype=torch.uint8)[: like.nbytes], like)
 
 
-def fill(made: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagings: GpuStagings) -> None:
+def fill(target: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagings: GpuStagings) -> None:
     """Write a dense tensor's values into a host tensor of the same shape and strides, from this thread alone.
 
     ``cpus``: the processors of the memory node to put the pages on, from :func:`near_cpus`; empty for any node.
     """
     with running_on(cpus):  # the first thread to write a page decides its memory node
-        _fill(made, values, stagings)
+        _fill(target, values, stagings)
 
 
-def _fill(made: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> None:
-    if not made.numel():
+def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> None:
+    if not target.numel():
         return
-    if made.dtype != values.dtype:
+    if target.dtype != values.dtype:
         # by pieces: a cast of the whole would be a second copy on the way from a GPU
-        target, source = made.as_strided((made.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
+        target, source = target.as_strided((target.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
         for part, piece in zip(target.split(_CAST), source.split(_CAST), strict=True):
             if piece.device.type == "cpu":
-                cast_alone(part, piece)
+                cast_on_this_thread(part, piece)
             else:
-                part.copy_(piece.to(made.dtype))
+                part.copy_(piece.to(target.dtype))
     elif values.device.type == "cpu":
-        copy_host_bytes(flat_bytes(made), flat_bytes(values))
+        copy_host_bytes(flat_bytes(target), flat_bytes(values))
     else:
-        stagings.fetch(flat_bytes(made), flat_bytes(values))
+        stagings.fetch(flat_bytes(target), flat_bytes(values))
 
 
 def give_free_memory_back() -> None:
@@ -86,12 +86,12 @@ def near_cpus(device: torch.device) -> frozenset[int]:
 
 def parse_cpus(text: str) -> frozenset[int]:
     """Parse a list of processors as Linux writes it, such as ``0-3,8``."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
             low, _, high = part.partition("-")
-            found.update(range(int(low), int(high or low) + 1))
-    return frozenset(found)
+            cpus.update(range(int(low), int(high or low) + 1))
+    return frozenset(cpus)
 
 
 @contextlib.contextmanager

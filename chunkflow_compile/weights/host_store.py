@@ -125,10 +125,10 @@ class HostStore:
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
-        made = like(tensor, HostWeight(buffer.host, self.device, buffer))
-        self._adopt(names, made, buffer.host, origin)
+        weight = like(tensor, HostWeight(buffer.host, self.device, buffer))
+        self._adopt(names, weight, buffer.host, origin)
         buffer.grad = grad
-        become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
+        become(tensor, weight)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
 
     def _adopt(self, names: tuple[str, ...], weight: HostWeight, host: torch.Tensor, origin: torch.device) -> None:
         """Take the buffer of a weight into the store."""

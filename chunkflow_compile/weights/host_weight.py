@@ -70,7 +70,7 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         if device is None:  # type(weight)(values, requires_grad=...), as accelerate makes a parameter
             return nn.Parameter(host, **parameter)
-        made: HostWeight = torch.Tensor._make_wrapper_subclass(
+        weight: HostWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
             strides=host.stride(),
@@ -78,11 +78,13 @@ class HostWeight(torch.Tensor):
             dtype=host.dtype,
             device=device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for the memory gets an error, not a null pointer
-        made.host = host
-        made.buffer = HostBuffer(host, name=name) if buffer is None else buffer
-        made.kind = torch.Tensor
-        return made
+        torch._C._set_throw_on_mutable_data_ptr(
+            weight
+        )  # C++ that asks for the memory gets an error, not a null pointer
+        weight.host = host
+        weight.buffer = HostBuffer(host, name=name) if buffer is None else buffer
+        weight.kind = torch.Tensor
+        return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         if self._is_view() and _is_for_us():
@@ -168,8 +170,8 @@ class HostWeight(torch.Tensor):
         if target != self.device:
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
-            made = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
-            return HostWeight(made, self.device, name=self.buffer.name)
+            host = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
+            return HostWeight(host, self.device, name=self.buffer.name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -181,17 +183,16 @@ class HostWeight(torch.Tensor):
         if id(self) not in memo:
             self.buffer.check_room_for_copy(self.host.nbytes)
             with torch.inference_mode(False):
-                made = memo[id(self)] = like(
-                    self, HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
-                )
-                made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
-        found: torch.Tensor = memo[id(self)]
-        return found
+                copied = HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
+                twin = memo[id(self)] = like(self, copied)
+                twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
+        result: torch.Tensor = memo[id(self)]
+        return result
 
     def __copy__(self) -> torch.Tensor:
-        made: torch.Tensor = like(self, self._alias(self.host))
-        made.__dict__.update(self._state())
-        return made
+        weight: torch.Tensor = like(self, self._alias(self.host))
+        weight.__dict__.update(self._state())
+        return weight
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor on the CPU."""
@@ -202,9 +203,9 @@ class HostWeight(torch.Tensor):
         kind = nn.Parameter if self.kind is torch.Tensor and isinstance(self, nn.Parameter) else self.kind
         if kind is torch.Tensor:
             return values
-        made: torch.Tensor = torch.Tensor._make_subclass(kind, values, self.requires_grad)
-        made.__dict__.update(self._state())
-        return made
+        plain: torch.Tensor = torch.Tensor._make_subclass(kind, values, self.requires_grad)
+        plain.__dict__.update(self._state())
+        return plain
 
     def _state(self) -> dict[str, Any]:
         """The attributes that belong to the class that it stands for; a copy of an ordinary parameter has none."""
@@ -246,14 +247,14 @@ class HostWeight(torch.Tensor):
         with self.buffer.write(leaves=not part), torch.inference_mode(False), torch.no_grad():
             if part:
                 self.buffer.unpin()
-            made = ordinary(host)
-            host, buffer = made, buffer if made is host else None
+            plain = ordinary(host)
+            host, buffer = plain, buffer if plain is host else None
             self.buffer.written += 1
-            made = HostWeight(host, self.device, buffer, self.buffer.name)
-            torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
-            if made.buffer is not self.buffer:
+            weight = HostWeight(host, self.device, buffer, self.buffer.name)
+            torch.Tensor.data.__set__(self, weight)  # type: ignore[attr-defined]
+            if weight.buffer is not self.buffer:
                 self.__dict__.pop("life", None)  # of a weight with the old buffer
-            self.host, self.buffer = made.host, made.buffer
+            self.host, self.buffer = weight.host, weight.buffer
             if part and self.buffer.is_of(self):
                 self.buffer.host = self.host
 
@@ -263,9 +264,9 @@ class HostWeight(torch.Tensor):
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        found = self.checked().detach().numpy()
-        found.flags.writeable = False
-        return found
+        values = self.checked().detach().numpy()
+        values.flags.writeable = False
+        return values
 
     def tolist(self) -> Any:
         return self.checked().tolist()
@@ -325,11 +326,11 @@ def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
     """``weight`` as what ``tensor`` is: a parameter or not, of the class that it stands for."""
-    made: Any = weight
+    replacement: Any = weight
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(weight, tensor.requires_grad)
-    made.kind = tensor.kind if isinstance(tensor, HostWeight) else type(tensor)
-    return made
+        replacement = nn.Parameter(weight, tensor.requires_grad)
+    replacement.kind = tensor.kind if isinstance(tensor, HostWeight) else type(tensor)
+    return replacement
 
 
 def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
@@ -344,15 +345,15 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
         if (
             id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor
         ):  # the op may resize it
-            made = torch.empty_like(weight.host, device=weight.device)
-            values[id(weight)] = made.copy_(weight.fetch()) if id(weight) in read else made
+            value = torch.empty_like(weight.host, device=weight.device)
+            values[id(weight)] = value.copy_(weight.fetch()) if id(weight) in read else value
         if id(weight) not in values:
             fills = func in _FILLS and type(weight.host) is torch.Tensor
             values[id(weight)] = weight.host if fills else weight.fetch()
         return values[id(weight)]
 
-    found, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
-    result = func(*found, **named)
+    positional, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
+    result = func(*positional, **named)
     wait_for_collective(func, [values[id(weight)] for weight in written])
     for weight in written:
         if values[id(weight)].shape != weight.shape:

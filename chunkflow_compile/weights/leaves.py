@@ -25,7 +25,7 @@ def stream_inside() -> bool:
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Each tensor with bytes, and its name: that of the weight and the attributes on the way, ``weight.qdata``."""
-    return (found for found in parts(tensor, name) if isinstance(found[1], torch.Tensor))
+    return (part for part in parts(tensor, name) if isinstance(part[1], torch.Tensor))
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -59,12 +59,12 @@ def align(root: nn.Module) -> None:
         moved = all(leaf.device != tensor.device for leaf in inside)
         if moved or inside[0].storage_offset() != tensor.storage_offset():
             with torch.inference_mode(False), torch.no_grad():
-                made = with_leaves(tensor, lambda leaf: leaf)
-                if not moved and made.storage_offset() == tensor.storage_offset():
+                copied = with_leaves(tensor, lambda leaf: leaf)
+                if not moved and copied.storage_offset() == tensor.storage_offset():
                     continue
-                if isinstance(tensor, nn.Parameter):  # nn.Parameter(made) would detach, which copies the leaves
-                    made.requires_grad_(tensor.requires_grad)._is_param = True
-                become(tensor, made)
+                if isinstance(tensor, nn.Parameter):  # nn.Parameter(copied) would detach, which copies the leaves
+                    copied.requires_grad_(tensor.requires_grad)._is_param = True
+                become(tensor, copied)
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,7 +92,7 @@ def leaves_of(root: nn.Module) -> Iterator[torch.Tensor]:
 
 def named_leaves(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """As ``leaves_of``, with their names."""
-    return (found for name, tensor in tensors_of(root) for found in leaves(tensor, name))
+    return (leaf for name, tensor in tensors_of(root) for leaf in leaves(tensor, name))
 
 
 def quant_state_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -66,18 +66,18 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     Raises ChunkflowError if the environment says a total that is no size.
     """
     machine = meminfo(root)
-    found = HostMemory(machine.get("MemTotal", 0), machine.get("MemAvailable", 0))
+    memory = HostMemory(machine.get("MemTotal", 0), machine.get("MemAvailable", 0))
     if (said := os.environ.get(VARIABLE)) is not None:
         total = parse_bytes(said, VARIABLE)
-        found = HostMemory(total, max(0, total - (found.total - found.free)), VARIABLE)
+        memory = HostMemory(total, max(0, total - (memory.total - memory.free)), VARIABLE)
     for group in _groups(root):
         try:
             limit, used = _limit(group), _used(group)
         except (OSError, ValueError):  # the root group has no limit, and a group may vanish
             continue
-        if limit is not None and limit[1] - used < found.free:
-            found = HostMemory(limit[1], max(0, limit[1] - used), limit[0])
-    return found
+        if limit is not None and limit[1] - used < memory.free:
+            memory = HostMemory(limit[1], max(0, limit[1] - used), limit[0])
+    return memory
 
 
 def local_ranks() -> int:
@@ -149,9 +149,9 @@ def _below(path: str, mounted: str) -> PurePosixPath:
 def _limit(group: Path) -> tuple[Path, int] | None:
     """The file and the bytes of the lowest limit of a group; None if it has none."""
     names = ("memory.max", "memory.high") if (group / "memory.current").exists() else ("memory.limit_in_bytes",)
-    found = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
-    limits = [(path, int(text)) for path, text in found if text != "max" and int(text) < _NO_LIMIT]
-    return min(limits, key=lambda found: found[1], default=None)
+    texts = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
+    limits = [(path, int(text)) for path, text in texts if text != "max" and int(text) < _NO_LIMIT]
+    return min(limits, key=lambda limit: limit[1], default=None)
 
 
 def _used(group: Path) -> int:

@@ -31,21 +31,21 @@ class Descriptor:
 
 def memory_file(name: str, nbytes: int) -> Descriptor:
     """Shared memory as a file without a name in any file system, which no process can make shorter or longer."""
-    made = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    os.ftruncate(made.number, nbytes)
+    memory = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    os.ftruncate(memory.number, nbytes)
     # no rank can cut it while another reads it
-    fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return made
+    fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return memory
 
 
 def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
     """The file at a path, to read and write.  Raises OSError if it cannot be opened, or is another one."""
     if identity_of(os.stat(path)) != identity:  # to open a stranger's pipe or terminal may do anything
         raise OSError(errno.ESTALE, "another file")
-    found = Descriptor(os.open(path, os.O_RDWR))
-    if identity_of(os.fstat(found.number)) != identity:
+    opened = Descriptor(os.open(path, os.O_RDWR))
+    if identity_of(os.fstat(opened.number)) != identity:
         raise OSError(errno.ESTALE, "another file")
-    return found
+    return opened
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int]:
@@ -75,11 +75,11 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
     Python's mmap would keep the file open, and so its memory, after all weights in it have left.
     """
     system, size = _libc(), whole_pages(nbytes)
-    made = system.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
-    if made == _FAILED:
+    address = system.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
+    if address == _FAILED:
         return None
-    pages = (ctypes.c_ubyte * nbytes).from_address(made)
-    weakref.finalize(pages, system.munmap, made, size).atexit = False
+    pages = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(pages, system.munmap, address, size).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -110,14 +110,14 @@ def own_memory(host: torch.Tensor, owned: set[int]) -> None:
 def _replace(begin: int, size: int) -> None:
     """Put memory of the process's own in the place of whole pages, with the bytes that are there."""
     system = _libc()
-    made = system.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if made != _FAILED:
-        ctypes.memmove(made, begin, size)
+    copied = system.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if copied != _FAILED:
+        ctypes.memmove(copied, begin, size)
         # the pages move in one call: a reader sees either those before or the same bytes
-        if system.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
+        if system.mremap(copied, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
             return
         number = ctypes.get_errno()
-        system.munmap(made, size)
+        system.munmap(copied, size)
         raise OSError(number, os.strerror(number))
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -15,5 +15,5 @@ def hook_registry(module: nn.Module) -> Any:
 
 def hooks_of(module: nn.Module) -> Mapping[str, Any]:
     """The hooks of diffusers on a module, by name."""
-    found: Mapping[str, Any] = getattr(hook_registry(module), "hooks", {})
-    return found
+    hooks: Mapping[str, Any] = getattr(hook_registry(module), "hooks", {})
+    return hooks

@@ -58,18 +58,18 @@ class WeightFile:
         ``memory``: uint8, from a page on, of all the blocks of the file that these bytes touch.  Raises as :meth:`read`.
         """
         begin = offset % BLOCK
-        found = memory[begin : begin + nbytes]
+        values = memory[begin : begin + nbytes]
         if (direct := self._direct) is not None:
             blocks = memory_of(memory[: -(-(begin + nbytes) // BLOCK) * BLOCK])
             try:
                 self._fill(direct.number, blocks, offset - begin, offset, nbytes)
-                return found
+                return values
             except ChunkflowError as error:
                 if getattr(error.__cause__, "errno", None) != errno.EINVAL:
                     raise
                 self._direct = None
-        self.read(found, offset)
-        return found
+        self.read(values, offset)
+        return values
 
     @cached_property
     def _direct(self) -> Descriptor | None:
@@ -143,16 +143,16 @@ class DriveBytes:
 
     def mapped(self) -> torch.Tensor:
         """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""
-        found = map_file(self.file.descriptor, self.nbytes, mmap.MAP_PRIVATE, self.offset)
-        if found is None:
+        pages = map_file(self.file.descriptor, self.nbytes, mmap.MAP_PRIVATE, self.offset)
+        if pages is None:
             raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
-        return found
+        return pages
 
     def read_all(self) -> torch.Tensor:
         """Read them into new host memory."""
-        made = torch.empty(self.nbytes, dtype=torch.uint8)
-        self.read(made)
-        return made
+        values = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.read(values)
+        return values
 
 
 # Where the bytes of a copy to the device come from.

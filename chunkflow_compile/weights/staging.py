@@ -88,10 +88,10 @@ class GpuStagings:
             return host.to(device, copy=copy)
         if host.is_pinned() or not (staging := self._of(device)).pinned:
             return host.to(device, copy=True)
-        made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        value = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         with torch.cuda.device(device):
-            staging.to_device(flat_bytes(made), flat_bytes(host))
-        return made
+            staging.to_device(flat_bytes(value), flat_bytes(host))
+        return value
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes of a device to host bytes (uint8, equal sizes)."""

@@ -73,8 +73,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
             "tells: call it outside the batch, or call chunkflow_compile.restore(model) first."
         )
     copies = {key: _copy(weight) for key, weight in weights.items()}
-    found, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
-    result = func(*found, **named)
+    positional, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
+    result = func(*positional, **named)
     if not sends:
         for work in [dist.Work.unbox(x) for x in pytree.tree_leaves(result) if _is_a("Work", x)]:
             work.wait()
