@@ -38,8 +38,8 @@ from chunkflow_compile.frontend.preconditions import (
     refuse_decisions_of_a_rank,
     refuse_gradient_buckets,
     refuse_gradients,
-    warn_if_alone,
     warn_if_no_module_holds,
+    warn_if_nothing_streams,
     weights_and_modules,
 )
 from chunkflow_compile.frontend.trace import (
@@ -127,7 +127,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     part, program = compiler.settings.part, runner.codes.first.program
     if part:
         guard_hooks()
-    warn_if_alone(index, program)
+    warn_if_nothing_streams(index, program)
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in program.offloaded]
         if part and wanted:  # its guards then fit the other blocks too

@@ -103,7 +103,7 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
         )
 
 
-def warn_if_alone(index: ModelIndex, program: Program) -> None:
+def warn_if_nothing_streams(index: ModelIndex, program: Program) -> None:
     """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
     nbytes = sum(w.nbytes for w in program.problem.weights if w.name in program.offloaded)
     if index.maybe_block and nbytes and not program.plan.streamed:
