@@ -18,15 +18,15 @@ from chunkflow_compile.passes.program import happens_before
 @pytest.fixture
 def unrolled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The labels of the ops that were unrolled."""
-    found: list[str] = []
-    made = happens_before.Op
+    labels: list[str] = []
+    op = happens_before.Op
 
     def counted(*args: Any, **kwargs: Any) -> happens_before.Op:
-        found.append(args[5])
-        return made(*args, **kwargs)
+        labels.append(args[4])
+        return op(*args, **kwargs)
 
     monkeypatch.setattr(happens_before, "Op", counted)
-    yield found
+    yield labels
 
 
 def work(layers: int, unrolled: list[str]) -> list[int]:
@@ -35,16 +35,16 @@ def work(layers: int, unrolled: list[str]) -> list[int]:
     options = {**OPTIONS, "lowering": "eager", "slowdown": None, "policy": "chunkflow", "memory": 60_000}
     model = Stack(layers).eval()
     compiled = chunkflow_compile.compile(model, **options)
-    found = []
+    unrolled_ops = []
     for rows in (4, 6, 8, 10):
         unrolled.clear()
         compiled(torch.randn(rows, 8))
         # the plans of the first pass are another thing: the cycle's own proof
-        found.append(len(unrolled))
+        unrolled_ops.append(len(unrolled))
         for _ in range(3):
             compiled(torch.randn(rows, 8))
     assert any(m.moved_bytes for p in programs(model) for m in p.measurements)
-    return found[1:]
+    return unrolled_ops[1:]
 
 
 def test_the_work_of_a_new_size_grows_with_the_number_of_blocks(unrolled: list[str], no_grad: None) -> None:
