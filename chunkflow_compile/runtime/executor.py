@@ -233,8 +233,7 @@ class Executor(OnDevice):
         self.traffic.forget()
 
     def vacate(self) -> None:
-        """Wait for work in flight and drop every reference to the memory.  The executor cannot run again."""
-        self.forget()
+        """Drop every reference to the memory, with no work in flight (:meth:`forget`).  The executor cannot run again."""
         self.instructions, self._values, self._start = [], [], None
         self.binding = Binding(self.binding.arena, {}, {}, {})
 

@@ -210,9 +210,7 @@ class Sequence:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._seen: list[tuple[int, ...] | None] = [
-            None for _ in calls
-        ]  # the versions of weights that each call ran on
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # the versions of weights that each ran on
         self.times = Passes(cycle)
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
@@ -306,9 +304,10 @@ class Sequence:
             self._collect()
             self.times.save(self.folder)
         for executors in self._executors:
-            for executor in list(executors.values()):
+            for call, executor in list(executors.items()):
+                executor.forget()
+                del executors[call]  # first: a Ctrl-C must not leave one here that would run nothing
                 executor.vacate()
-            executors.clear()
         if self._binding is not None and self.arena.holder is self._binding.state:
             self.arena.holder = None  # the next call starts cold
         self._binding = None

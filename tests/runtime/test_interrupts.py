@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Stack
+from helpers import Stack, check_steps
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 
 from chunkflow_compile import Arena, cycles, offload, programs, restore
+from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_store import HostStore
 
@@ -166,3 +167,22 @@ def test_an_interrupt_during_a_cycle(debug: tuple[str, ...], no_grad: None, ctrl
     x = torch.randn(4, 8)
     restore(model)
     assert torch.equal(model(x), twin(x))
+
+
+def test_an_interrupt_while_an_arena_is_freed(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each wait for an executor's work, of two sizes: those before it are gone, and those after it run on."""
+    model, twin = stack(), stack()
+    offload(model, min_bytes=4096)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options=EAGER)
+    check_steps(model, twin, 4)
+    assert len(cycles(model)) == 1
+    arena = programs(model)[0].arena
+    for moment in range(1, 6):
+        check_steps(model, twin, 2, (6, 8))
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "forget", fail_at(Executor.forget, moment, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                arena.evict()
+        check_steps(model, twin, 2)
+    assert_survives(model, twin)
