@@ -283,10 +283,9 @@ class Sequence:
         return executor
 
     def executor_of(self, call: Call, number: int) -> Executor:
-        """The executor of a call in its place.  Raises ChunkflowError if the arena has no room.
+        """The executor of a call in its place, which copies weights again that were written since they were copied.
 
-        It copies the weights of the call again that were written since they were copied.
-        """
+        Raises ChunkflowError if the arena has no room."""
         seen = self._seen[number] == call.versions
         if not seen:
             self._renew([*self._names(call, number).values()])
