@@ -91,8 +91,7 @@ def _copies(plan: Plan, weight: WeightPlan, copies: Iterable[Bar]) -> Iterator[t
     for run in runs(weight.windows):
         if run.window is not None and (bar := bars.get(span_name(weight.name, run.first, run.end))) is not None:
             chunks = f"{run.first}" if run.end == run.first + 1 else f"{run.first} to {run.end - 1}"
-            begin, end = plan.span(weight, run.first, run.end)
-            yield chunks, size(end - begin), run.window, fine(bar.start), fine(bar.end)
+            yield chunks, size(plan.nbytes(weight, run.first, run.end)), run.window, fine(bar.start), fine(bar.end)
 
 
 def find_weight(problem: Problem, part: str) -> Weight:

@@ -244,7 +244,7 @@ class Order:
         """The cycle, and the place there, of the call that follows; None if no cycle has it."""
         previous = self._history[-1] if self._history else None
         self._history.append(key)
-        if self.current is not None and not self.current.ready:
+        if self.current is not None and not self.current.can_bind():
             self._prune()
         current = self.current
         if current is not None and current.keys[current.position] is key:

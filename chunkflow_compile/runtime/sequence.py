@@ -236,9 +236,8 @@ class Sequence:
         """Whether all weights still exist where they were."""
         return all((buffer := ref()) is not None and buffer.life is not None for ref in self._refs.values())
 
-    @property
-    def ready(self) -> bool:
-        """Whether it is bound to the memory, or can be."""
+    def can_bind(self) -> bool:
+        """Whether it is bound to the memory, or could be."""
         return self._binding is not None or self.alive
 
     @property
@@ -285,7 +284,8 @@ class Sequence:
     def executor_of(self, call: Call, number: int) -> Executor:
         """The executor of a call in its place, which copies weights again that were written since they were copied.
 
-        Raises ChunkflowError if the arena has no room."""
+        Raises ChunkflowError if the arena has no room.
+        """
         seen = self._seen[number] == call.versions
         if not seen:
             self._renew([*self._names(call, number).values()])
