@@ -207,22 +207,12 @@ def _add(
                 phase.enabled = model in enabled
                 _compile_phase(phase, budget, given, chosen, dynamic)
                 moved(_weight_bytes(model))
-        _bound_first_plans(placed, budget)
     except BaseException:
         for model in placed:
             undo(model, budget)
         for model in filter(is_enabled, enabled):
             disable_adapters(model)
         raise
-
-
-def _bound_first_plans(placed: Iterable[nn.Module], budget: Budget) -> None:
-    """Let the first plans of components take what the small weights of all of them leave of the budget."""
-    for model in placed:
-        phase, placement = budget.phase_of(model), placement_of(model)
-        assert phase is not None and placement is not None
-        others = kept_by(p for p in budget.phases if p is not phase)
-        placement.goal = {"memory": max(0, budget.usable - others)}
 
 
 def _sizes(adapters: Any) -> Mapping[str, Any]:
@@ -311,6 +301,8 @@ def _compile_phase(
         )
         placement.store.warned = True
     else:
+        if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
+            placement.goal = {"memory": max(0, budget.usable - kept_by(budget.phases))}
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 
