@@ -287,13 +287,13 @@ class Sequence:
         Raises ChunkflowError if the arena has no room.
         """
         seen = self._seen[number] == call.versions
+        names = [] if seen else [*self._names(call, number).values()]
         if not seen:
-            self._renew([*self._names(call, number).values()])
-        executor = self._executors[number].get(call)
-        if executor is None:
+            self._renew(names)
+        if (executor := self._executors[number].get(call)) is None:
             executor = self._executors[number][call] = self._make(call, number)
         if not seen:
-            executor.rewritten |= dict(zip(self._names(call, number).values(), call.versions, strict=True))
+            executor.rewritten |= dict(zip(names, call.versions, strict=True))
             self._seen[number] = call.versions
         return executor
 
