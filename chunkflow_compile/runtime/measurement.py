@@ -269,7 +269,7 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
     if (predicted := cycle.plan.predicted) is None:
         return [0.0 for _ in cycle.calls]
     regions = [span.start for span in predicted.spans if span.lane == "compute"]
-    begun = [regions[start - 1] for start in cycle.starts]
+    begun = [regions[start] for start in cycle.starts]
     ended = [*begun[1:], begun[0] + predicted.step_s]
     return [end - begin for begin, end in zip(begun, ended, strict=True)]
 

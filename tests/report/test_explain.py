@@ -15,6 +15,7 @@ from chunkflow_compile import ChunkflowError, cycles, explain, programs, replan,
 from chunkflow_compile.report.explain import Explanation
 from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
 from chunkflow_compile.report.record import seconds
+from chunkflow_compile.runtime.measurement import seconds_of_calls
 
 NOT_YET = "No program of this model has run yet: compile it with ChunkFlow and call it first, also after restore"
 
@@ -72,6 +73,8 @@ def test_a_part_of_a_model_is_explained_as_one_until_a_pass_over_all_is_measured
         (bound,) = cycles(model)
         predicted = bound.cycle.plan.predicted
         assert predicted is not None and found.figures[0].name == "a pass over 4 calls"
+        of_calls = seconds_of_calls(bound.cycle)
+        assert min(of_calls) > 0 and sum(of_calls) == pytest.approx(predicted.step_s)
         assert found.figures[0].predicted == predicted.step_s and len(found.windows) == len(bound.cycle.problem.regions)
         assert "medians of 1 pass;" in text and "parts of this model" not in text
         step(model, twin)
