@@ -84,7 +84,10 @@ def test_a_pipeline(
     for seed, changed in enumerate(CALLS):
         want, got = expected(name, seed, **changed), SMALL_PIPELINES[name].generate(pipe, seed, **changed)
         assert torch.equal(got, want) if lowering == "eager" else torch.allclose(got, want, rtol=0, atol=TOLERANCE)
-        assert len(most) >= len(budget.phases) and max(most) <= budget.usable, "components give way to each other"
+        # in its first call a component has no goal yet, so it may take what plans leave for the unforeseen
+        room = budget.usable if seed else budget.total
+        assert len(most) >= len(budget.phases) and max(most) <= room, "components give way to each other"
+        most.clear()
         table = capsys.readouterr().out
         assert ("predicted" in table) == (seed == 0), "the table follows the first generation"
         figures = budget.figures().phases
