@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.placement.coarsest import candidates, coarsest
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
@@ -32,14 +34,15 @@ from .problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the passes.  Sizes in bytes.  ``part``, ``outside``: see place.  ``likes``: problems and their plans; a
-    problem of the same structure as one of them takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    """Settings of the passes.  Sizes in bytes.  ``group_bytes``: None for the coarsest cut that is as good as the finest.
+    ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
+    takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
     policy: Policy = "chunkflow"
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    group_bytes: int = DEFAULT_GROUP_BYTES
+    group_bytes: int | None = None
     memory: int | None = None
     slowdown: float | None = None
     yields: Yield = "auto"
@@ -110,9 +113,42 @@ def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     return cycle
 
 
-def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: Collection[str] = ()) -> Cut:
-    """Discover the weights of a traced graph and cut it into regions."""
+def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collection[str] = ()) -> Cut:
+    """Discover the weights of a traced graph and cut it into regions, by default at its finest."""
+    group_bytes = DEFAULT_GROUP_BYTES if group_bytes is None else group_bytes
     return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
+
+
+def choose_cut(traced: Traced, settings: Settings) -> Cut:
+    """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs."""
+    finest = make_cut(traced, settings.group_bytes, settings.disabled)
+    if settings.group_bytes is not None or (settings.part and traced.kin is None):
+        return finest
+    groups = _cut_before(finest, settings) or coarsest(
+        finest,
+        traced.kin,
+        settings.memory,
+        lambda problem, *, memory: make_plan(
+            problem, replace(settings, memory=memory, part=False), inside=bool(traced.kin)
+        ),
+    )
+    if len(groups) == len(finest.regions):
+        return finest
+    views = "views" not in settings.disabled
+    return cut(traced, finest.discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+
+
+def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
+    """The groups that the plan or the times of ``settings`` are for, or with which a problem there can share a placement."""
+    given = settings.plan or settings.timings
+    structures = [problem.structure for problem, _ in settings.likes]
+    if given is None and not structures:
+        return None
+    for groups in (*candidates(finest), apart(finest)):
+        problem = joined(finest.problem, groups)
+        if (given is not None and problem.digest == given.problem) or problem.structure in structures:
+            return groups
+    return None if given is None else apart(finest)
 
 
 def stages(
@@ -133,7 +169,7 @@ def stages(
         check_traced(traced)
     if last == "traced":
         return
-    pieces = pieces or make_cut(traced, settings.group_bytes, settings.disabled)
+    pieces = pieces or choose_cut(traced, settings)
     yield Stage(name="regions", traced=traced, cut=pieces)
     if verify_each:
         check_cut(pieces)

@@ -9,7 +9,7 @@ from typing import get_args
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.hardware.profiles import profile_names
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, DEFAULT_MIN_BYTES, Yield
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Yield
 from chunkflow_compile.units import enough
 
 # The machines of plans if none is named: of one model, and of a whole pipeline on one card.
@@ -63,10 +63,10 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     sizes.add_argument("--quantize", choices=get_args(Quantisation), help=layers)
     calls = "calls of the model per step, of both branches (default: the preset's, 2 with guidance)"
     add("--forwards", type=int, metavar="N", help=calls)
-    defaults = {"chunk-bytes": DEFAULT_CHUNK_BYTES, "min-bytes": DEFAULT_MIN_BYTES, "group-bytes": DEFAULT_GROUP_BYTES}
-    for name, default in defaults.items():
+    for name, default in {"chunk-bytes": DEFAULT_CHUNK_BYTES, "min-bytes": DEFAULT_MIN_BYTES}.items():
         shown = f"as in options (default {enough(default)})"
         add(f"--{name}", default=str(default), metavar="SIZE", help=shown)
+    add("--group-bytes", metavar="SIZE", help="as in options (default: as coarse as is good)")
 
 
 def add_hardware(parser: argparse.ArgumentParser, default: str) -> None:

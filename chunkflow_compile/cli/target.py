@@ -19,7 +19,7 @@ from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
+from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
@@ -51,7 +51,7 @@ class Target:
     @cached_property
     def problem(self) -> Problem:
         """Takes a second for 10,000 nodes."""
-        problem = make_cut(self.traced, self.settings.group_bytes, self.settings.disabled).problem
+        problem = choose_cut(self.traced, self.settings).problem
         if self.regional:
             problem = problem.in_blocks
             if not problem.regions:
@@ -99,7 +99,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         yields=arguments.yields,
         chunk_bytes=parse_bytes(arguments.chunk_bytes, "chunk_bytes"),
         min_bytes=parse_bytes(arguments.min_bytes, "min_bytes"),
-        group_bytes=parse_bytes(arguments.group_bytes, "group_bytes"),
+        group_bytes=None if arguments.group_bytes is None else parse_bytes(arguments.group_bytes, "group_bytes"),
         disable=tuple(arguments.disable_pass),
     )
 

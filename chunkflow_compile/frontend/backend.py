@@ -22,6 +22,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule
 
+from chunkflow_compile.frontend.block_kinds import kin_of
 from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
 from chunkflow_compile.frontend.module_search import blocks_around
 from chunkflow_compile.frontend.preconditions import (
@@ -176,6 +177,7 @@ def _compiler(
         device=device,
         min_bytes=min_bytes,
         report=str if placement is None or placement.progress is None else placement.progress.say,
+        room=None if placement is None else placement.room,
     )
 
 
@@ -206,7 +208,8 @@ def _at_open_sizes(
 class _Compiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
 
-    ``index``: of the model around its weights.  ``report``: called with what is being done.
+    ``index``: of the model around its weights.  ``report``: called with what is being done.  ``room``: bytes of the model's
+    weights that may come to be on the device, None if that is not known.
     """
 
     chosen: Options
@@ -216,6 +219,7 @@ class _Compiler:
     device: torch.device
     min_bytes: int
     report: Callable[[str], object]
+    room: int | None = None
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
         with dynamo_timed("chunkflow.program"):
@@ -224,7 +228,11 @@ class _Compiler:
     def _runner(self, aten: GraphModule) -> CompiledGraph:
         self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
-        traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager")
+        kin = None
+        if self.settings.part and self.index.root is not None:
+            room = self.settings.memory or (self.room if self.settings.slowdown is None else None)
+            kin = kin_of(self.index.root, [p.name for p in self.parameters if p.keep is None], room)
+        traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", kin)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
         note_ops_of_others(traced, others.append)

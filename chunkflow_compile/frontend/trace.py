@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
-from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.graph.traced import Kin, Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placed.index import ModelIndex
@@ -124,17 +124,28 @@ def as_on_device(inputs: Sequence[Any]) -> list[Any]:
 
 
 def describe_graph(
-    graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str], fused: bool = True
+    graph: GraphModule,
+    parameters: Sequence[Parameter],
+    blocks: Mapping[str, str],
+    fused: bool = True,
+    kin: Kin | None = None,
 ) -> Traced:
     """An ATen graph with the sizes of the process groups that its collectives use, which must still exist.
 
-    ``fused``: whether Inductor will fuse its ops.
+    ``fused``, ``kin``: see :class:`Traced`.
     """
     ranks = {name: len(ranks_of(name)) for name in sorted(group_names(graph.graph))}
     unknown = bounds(graph)
     sizes = estimated(hints(graph), unknown)
     return Traced(
-        graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes, unknown=unknown, fused=fused
+        graph=graph,
+        parameters=tuple(parameters),
+        blocks=blocks,
+        ranks=ranks,
+        sizes=sizes,
+        unknown=unknown,
+        fused=fused,
+        kin=kin,
     )
 
 

@@ -284,6 +284,7 @@ def _compile_phase(
     placement.owner = functools.partial(_owner, phase.name, weakref.ref(budget))
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
     placement.owned_arena = phase.arena
+    placement.room = max(0, budget.usable - kept_by(budget.phases))
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
@@ -302,7 +303,7 @@ def _compile_phase(
         placement.store.warned = True
     else:
         if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
-            placement.goal = {"memory": max(0, budget.usable - kept_by(budget.phases))}
+            placement.goal = {"memory": placement.room}
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 

@@ -50,6 +50,7 @@ class Placement:
     ``progress``: of the compilation of its parts, if it is shown.  ``fixed``: names of the weights of each part that is
     compiled for each size, because Inductor fails on symbols.  ``goal``: what its owner or replan has set, as fields of
     the settings, also for sizes that come later.  ``owned_arena``: the one that its owner has for its programs, if any.
+    ``room``: bytes of its weights that its owner expects to have on the device, None if it has none.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
@@ -66,6 +67,7 @@ class Placement:
         self.fixed = set[tuple[str, ...]]()
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
+        self.room: int | None = None
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:

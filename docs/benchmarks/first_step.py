@@ -34,8 +34,9 @@ from torch import nn
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.report.first_step import first_step_phases
 
-# Weights of narrow blocks count as large.
-MIN_BYTES = 4096
+# In narrow models, large are the weights that are so in those of full width, where 1 MiB and more is: those of the blocks, of
+# the embeddings of time and text, and of modulated norms, but no rotary tables, patch embeddings or last projections.
+MIN_BYTES = 8192
 PLAIN, REPEATED = "torch.compile, whole", "diffusers, repeated blocks"
 WHOLE, BY_KIND = "chunkflow, whole", "chunkflow, by kind"
 ARMS = (PLAIN, REPEATED, WHOLE, BY_KIND)

@@ -6,7 +6,7 @@ Contract
     each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  The
     order of collectives is that of the graph.
     Cuts: at collectives, where the block changes, and before a weight that would bring a region above ``group_bytes``
-    of weights.
+    of weights.  A group of regions of such a cut becomes one region (coarsen.py chooses which).
 
 Steps
     assign        give every compute node a segment number, in program order
@@ -105,12 +105,18 @@ def flow_line(target: str, operands: object) -> str:
 
 
 def cut(
-    traced: Traced, discovery: Discovery, group_bytes: int = DEFAULT_GROUP_BYTES, *, dissolve_views: bool = True
+    traced: Traced,
+    discovery: Discovery,
+    group_bytes: int = DEFAULT_GROUP_BYTES,
+    *,
+    dissolve_views: bool = True,
+    groups: Sequence[Sequence[int]] = (),
 ) -> Cut:
     """Cut a traced graph into regions.
 
     ``group_bytes``: most bytes of streamed weights in one region; only the weights of a single op may exceed it.
-    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.
+    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.  ``groups``: indices of
+    the regions that would be cut, each of which becomes one region; empty for one each.
     Raises ChunkflowError if the graph holds no compute.
     """
     graph = traced.graph
@@ -118,6 +124,7 @@ def cut(
     segments.assign()
     if dissolve_views:
         segments.dissolve()
+    segments.join(groups)
     segments.find_symbols()
     regions: list[CutRegion] = []
     costs: dict[str, RegionCost] = {}
@@ -197,6 +204,12 @@ class _Segments:
                     self.lazy[node] = None
                 else:
                     self.of[node] = target
+
+    def join(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make one segment of each group.  ``groups``: of positions among the segments, in program order."""
+        segments = [self.of[item[0]] for item in self.skeleton() if not isinstance(item, Node)]
+        first = {segments[i]: segments[group[0]] for group in groups for i in group}
+        self.of = {node: first.get(segment, segment) for node, segment in self.of.items()}
 
     def find_symbols(self) -> None:
         """Find the nodes that have the values of the symbols in each segment's sizes.

@@ -1,0 +1,152 @@
+"""Coarsen: which of the cuts inside a block to leave out.
+
+A cut at its finest has a region every 64 MiB of weights or so.  That lets copies start and slots free up at a fine grain,
+and costs a call of the host and the fusion across each cut.  Coarser cuts join neighbouring regions of a block.
+
+Contract
+    On entry: a Cut; nothing of it is changed.
+    On exit: groups of neighbouring regions, each to become one region.  No group spans two blocks, a collective or its
+    completion.  Equal runs of regions are grouped alike, so equal blocks are still lowered once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from chunkflow_compile.passes.problem import Problem, Region, RegionCost
+
+from .regions import Cut, CutRegion
+
+# Indices of regions.
+Groups = tuple[tuple[int, ...], ...]
+
+
+def grouped(cut: Cut, most: int | None) -> Groups:
+    """The regions in as few groups as ``most`` bytes of streamed weights in each ask for, one a run if it is None.
+
+    A run of regions is divided so that its largest group is as small as it can be.
+    """
+    nbytes = streamed_bytes(cut.problem)
+    groups = list[tuple[int, ...]]()
+    for run in _runs(cut):
+        sizes = [nbytes[region.index] for region in run]
+        count = 1 if most is None else max(1, -(-sum(sizes) // most))
+        groups += [tuple(run[i].index for i in members) for members in divided(sizes, count)]
+    return tuple(groups)
+
+
+def apart(cut: Cut) -> Groups:
+    """Each region by itself."""
+    return tuple((region.index,) for region in cut.problem.regions)
+
+
+def joined(problem: Problem, groups: Groups) -> Problem:
+    """The problem with one region for each group.  What fusion saves is not known: costs add up."""
+    number = {old: new for new, group in enumerate(groups) for old in group}
+    end = len(groups)
+    regions = tuple(_join([problem.regions[i] for i in group], new) for new, group in enumerate(groups))
+    weights = tuple(replace(w, uses=tuple(sorted({number[use] for use in w.uses}))) for w in problem.weights)
+    collectives = tuple(
+        replace(c, before=number.get(c.before, end), until=number.get(c.until, end)) for c in problem.collectives
+    )
+    return Problem(regions=regions, collectives=collectives, weights=weights)
+
+
+def repeated(problem: Problem, count: int) -> Problem:
+    """A problem ``count`` times in a row, each time with other weights, as blocks of one kind run."""
+    size, turns = len(problem.regions), range(count)
+    of = [{w.name: f"{w.name} ({turn})" for w in problem.weights} for turn in turns]
+    return Problem(
+        regions=tuple(
+            replace(
+                r,
+                index=turn * size + r.index,
+                name=f"region_{turn * size + r.index}",
+                block=f"{r.block} ({turn})",
+                weights=tuple(of[turn][name] for name in r.weights),
+            )
+            for turn in turns
+            for r in problem.regions
+        ),
+        collectives=tuple(
+            replace(c, name=f"{c.name} ({turn})", before=turn * size + c.before, until=turn * size + c.until)
+            for turn in turns
+            for c in problem.collectives
+        ),
+        weights=tuple(
+            replace(w, name=of[turn][w.name], uses=tuple(turn * size + use for use in w.uses))
+            for turn in turns
+            for w in problem.weights
+        ),
+    )
+
+
+def streamed_bytes(problem: Problem) -> list[int]:
+    """Bytes of the streamed weights that each region reads."""
+    nbytes = {w.name: w.nbytes for w in problem.weights if w.keep is None}
+    return [sum(nbytes.get(name, 0) for name in region.weights) for region in problem.regions]
+
+
+def _runs(cut: Cut) -> Iterator[list[Region]]:
+    """The regions of each block that no collective divides."""
+    run = list[Region]()
+    for item in cut.sequence:
+        region = item.info if isinstance(item, CutRegion) else None
+        if run and (region is None or region.block != run[-1].block):
+            yield run
+            run = []
+        if region is not None:
+            run.append(region)
+    if run:
+        yield run
+
+
+def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Positions of ``sizes`` in at most ``count`` neighbouring groups, the largest as small as it can be."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(sizes, middle)) <= count else (middle + 1, high)
+    return _filled(sizes, low)
+
+
+def _filled(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Positions of ``sizes`` in groups of at most ``most``, each as full as possible."""
+    groups, held = list[list[int]](), 0
+    for i, size in enumerate(sizes):
+        if not groups or held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(i)
+        held += size
+    return groups
+
+
+def _join(regions: Sequence[Region], index: int) -> Region:
+    return replace(
+        regions[0],
+        index=index,
+        name=f"region_{index}",
+        key="+".join(r.key for r in regions),
+        nodes=sum(r.nodes for r in regions),
+        weights=tuple(dict.fromkeys(name for r in regions for name in r.weights)),
+        cost=_sum(r.cost for r in regions),
+    )
+
+
+def _sum(costs: Iterable[RegionCost]) -> RegionCost:
+    costs = list(costs)
+    most, traffic = max(costs, key=lambda cost: cost.flops), Counter[int]()
+    for cost in costs:
+        traffic.update(dict(cost.traffic))
+    return replace(
+        most,
+        flops=sum(c.flops for c in costs),
+        attention=sum(c.attention for c in costs),
+        masked=sum(c.masked for c in costs),
+        operands=sum(c.operands for c in costs),
+        traffic=tuple(sorted(traffic.items())),
+        kernels=sum(c.kernels for c in costs),
+    )

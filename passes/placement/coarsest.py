@@ -1,0 +1,78 @@
+"""Coarsest: how coarse a cut may be before its plan gets worse.
+
+Contract
+    On entry: a Cut at its finest, and how its problems are planned.
+    On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times that of
+    the finest one.  Where no budget was given, so that a plan is the smallest for its step, its bytes on the device may also
+    be no more than that share of the weights above the finest one's.
+    A part of a model is judged as its blocks in turns, at most ``MOST_REGIONS`` regions of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, joined, repeated, streamed_bytes
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.traced import Kin
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
+
+# A tenth of what predictions are off by.
+AS_GOOD = 1.005
+# Bytes of streamed weights in a region, coarse first: a block whole, then halves and quarters of the large ones.
+_MOST = (None, 256 << 20, 128 << 20)
+# Planning them takes a second on a slow core.
+MOST_REGIONS = 240
+
+
+class MakePlan(Protocol):
+    """Plans a problem within ``memory`` bytes, None for any.  Raises ChunkflowError if there is no plan."""
+
+    def __call__(self, problem: Problem, *, memory: int | None) -> Plan: ...
+
+
+def coarsest(finest: Cut, kin: Kin | None, memory: int | None, plan: MakePlan) -> Groups:
+    """The groups of the coarsest cut that is about as good as the finest one.
+
+    ``kin``: of a program that runs in turns with others, whose memory counts then; else ``memory`` is that of the program,
+    None if no budget was given.
+    """
+    memory = memory if kin is None else kin.memory
+    planned = partial(plan, memory=memory) if kin is None else partial(_in_turns, plan, kin, finest.problem)
+    best: Plan | None = None
+    for groups in candidates(finest):
+        if groups == apart(finest):
+            break
+        try:
+            best = best or planned(finest.problem)
+            if _as_good(planned(joined(finest.problem, groups)), best, memory):
+                return groups
+        except ChunkflowError:  # too little memory for regions of this size
+            if best is None:
+                break
+    return apart(finest)
+
+
+def candidates(finest: Cut) -> Iterator[Groups]:
+    """The cuts that are tried, coarse first."""
+    yield from dict.fromkeys(grouped(finest, most) for most in _MOST)
+
+
+def _as_good(plan: Plan, best: Plan, memory: int | None) -> bool:
+    assert plan.predicted is not None and best.predicted is not None
+    total = sum(weight.nbytes for weight in plan.weights)
+    smaller = memory is not None or plan.device_bytes <= best.device_bytes + (AS_GOOD - 1) * total
+    return smaller and plan.predicted.step_s <= AS_GOOD * best.predicted.step_s
+
+
+def _in_turns(plan: MakePlan, kin: Kin, finest: Problem, problem: Problem) -> Plan:
+    """The plan of programs of this problem in turns."""
+    count, memory = max(1, min(kin.count, MOST_REGIONS // len(finest.regions))), kin.memory
+    if memory is not None:
+        arena = 2 * max(streamed_bytes(finest))  # what weights stream through does not grow with their number
+        memory = arena + max(0, memory - arena) * count // kin.count
+    return plan(repeated(problem, count), memory=memory)
