@@ -1,4 +1,4 @@
-"""Alternatives to ChunkFlow on a model with the same weights: plain torch.compile, and diffusers' group offload."""
+"""Models of their own with the same weights: plain torch.compile, by kind, diffusers' repeated blocks and group offload."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 # The second is the first, measured as an arm of its own: how far the two differ is the noise of a page.
 INDUCTOR, INDUCTOR_AGAIN = "inductor", "inductor-again"
 GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
-PEER_ARMS = (INDUCTOR, INDUCTOR_AGAIN, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
+REPEATED, BY_KIND = "diffusers-repeated-blocks", "by-kind"
+PEER_ARMS = (INDUCTOR, INDUCTOR_AGAIN, REPEATED, BY_KIND, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
 # Those whose weights lie in host memory.
-OFFLOADED = (GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
+OFFLOADED = (BY_KIND, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
 # Recompilations that Dynamo allows of one function.  The hooks of group offload are one function for all blocks, and the
 # documentation of diffusers raises the limit to this.
 RECOMPILE_LIMIT = 1000
@@ -35,6 +36,10 @@ def peer_calls(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
     """
     if peer == INDUCTOR:
         return {"torch.compile": {"fullgraph": True, "dynamic": False}}
+    if peer == REPEATED:
+        return {"compile_repeated_blocks": {"fullgraph": True, "dynamic": False}}
+    if peer == BY_KIND:
+        return {"chunkflow_compile.compile": {"device": device}}
     on_gpu = device == "cuda"
     calls: dict[str, dict[str, Any]] = {
         "enable_group_offload": {
@@ -58,16 +63,20 @@ def describe_calls(calls: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """The model as a callable.  That of plain torch.compile is on ``device``, that of group offload in host memory.
+    """The model as a callable.  Those of :data:`OFFLOADED` are in host memory, the others on ``device``.
 
-    Raises ChunkflowError if the peer is group offload and the model has none.
+    Raises ChunkflowError if the peer needs a method of diffusers that the model has not.
     """
     import torch  # --help shows the names of the peers
+
+    import chunkflow_compile
 
     calls = dict(peer_calls(peer, device.type))
     if peer == INDUCTOR:
         return torch.compile(model, **calls["torch.compile"])
-    if not hasattr(model, "enable_group_offload"):
+    if peer == BY_KIND:
+        return chunkflow_compile.compile(model, **calls["chunkflow_compile.compile"])
+    if not all(hasattr(model, name) for name in calls if "." not in name):
         raise ChunkflowError(f"--arms {peer}: {type(model).__name__} is not a model of diffusers. Leave this arm out.")
     limits = calls.pop("torch._dynamo.config.patch", {})
     for method, given in calls.items():

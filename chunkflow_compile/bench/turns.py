@@ -12,12 +12,14 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from tqdm import tqdm
 
 from chunkflow_compile.hardware.contention import compute_slowdown
@@ -36,15 +38,18 @@ from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
+from .host import SAMPLES, executors_of, host_seconds
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
 from .pace import paced
-from .peers import OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
+from .peers import BY_KIND, OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
 # Resident steps whose median compute sets the bandwidth of the link.
 COMPUTE_STEPS = 4
+# Calls after which the blocks of a model that is compiled by kind run as a cycle.
+CYCLE = 3
 # Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
 CALIBRATION = 3
 # The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
@@ -65,8 +70,9 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """A model that does not run ChunkFlow.  ``held``: bytes that it keeps on the device."""
+    """A model of its own.  ``held``: bytes that it keeps on the device."""
 
+    model: nn.Module
     call: Callable[..., Any]
     held: int
 
@@ -210,8 +216,11 @@ class Turns:
         on_host = name in OFFLOADED
         model = build_on_host(self.job, self.model.state_dict()) if on_host else build(self.job, self.device)[0]
         call = make_peer(name, model, self.device)
-        call(**self.inputs(0))
-        return Peer(call, self._allocated() - before)
+        for _ in range(CYCLE if name == BY_KIND else 1):
+            call(**self.inputs(0))
+        for program in programs(model):
+            program.arena.streams.measure(0)
+        return Peer(model, call, self._allocated() - before)
 
     def _calibrate(self) -> Timings:
         for step in range(CALIBRATION):
@@ -311,10 +320,10 @@ class Turns:
         if self.device.type == "cuda":
             arm.peak_bytes = max(torch.cuda.max_memory_allocated(self.device) - foreign, arm.peak_bytes or 0)
             torch.cuda.current_stream(self.device).synchronize()
-        host = self._issued(call, before) if apart else seconds
+        host = self._host_seconds(arm, partial(call, **before)) if apart else [seconds]
         arm.steps_s.append(seconds)
-        arm.host_s.append(host)
-        self._tell(arm=arm.name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
+        arm.host_s += host
+        self._tell(arm=arm.name, step=steps[0], steps=len(steps), seconds=seconds, host=median(host))
         arm.outputs |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
         if arm.code is not None:
@@ -322,14 +331,11 @@ class Turns:
             arm.measurements += program.measurements[-(1 if apart else len(steps)) :]
             arm.code = program.call.current.code
 
-    def _issued(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
-        """Seconds until a call returns; nothing is queued on the device.
-
-        The queue of a GPU holds about a thousand kernels: a host that is steps ahead waits for room in it.
-        """
-        start = time.perf_counter()
-        call(**inputs)
-        return time.perf_counter() - start
+    def _host_seconds(self, arm: RunningArm, call: Callable[[], Any]) -> list[float]:
+        """Seconds that calls of an arm take the host.  What is no executor's waits in the queues of the device."""
+        executors = [self._newest.executor] if arm.peer is None else executors_of(arm.peer.model)
+        wait = partial(torch.cuda.synchronize, self.device)
+        return [host_seconds(call, executors, wait) for _ in range(SAMPLES)]
 
     def _tell(self, **figures: Any) -> None:
         """Add a line to the log."""

@@ -256,6 +256,11 @@ class Sequence:
         """The same, each as one step."""
         return tuple(map(as_one, self.passes))
 
+    @property
+    def executors(self) -> list[Executor]:
+        """Those that are bound now."""
+        return [executor for bound in self._executors for executor in bound.values()]
+
     def timings_due(self) -> Timings | None:
         """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due."""
         if self._in_order != len(self.calls):

@@ -18,6 +18,7 @@ from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
+from chunkflow_compile.bench.host import EVERY, host_seconds
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
@@ -254,3 +255,28 @@ def test_one_process_stands_for_all_ranks(forked: None) -> None:
     assert found.record.degree == 2 and "one process stands for all" in conditions(told, found)
     assert all(a.equal_to_resident and a.collective_s for a in found.record.arms.values())
     assert found.inflation["resident"] == 0 and found.copy_rate["layerwise"]
+
+
+def test_the_clock_of_the_host_stands_still_while_it_waits() -> None:
+    """After each EVERY instructions, however many of them an executor has; it runs the same ones afterwards."""
+
+    class Counted:
+        def __init__(self, count: int) -> None:
+            self.instructions = [lambda step: clock.sleep(1.0)] * count
+
+    clock, waits = OwnClock(), list[float]()
+    executors: Any = [Counted(3 * EVERY), Counted(5), Counted(EVERY - 5)]
+    before = [executor.instructions for executor in executors]
+
+    def call() -> None:
+        for executor in executors:
+            for issue in executor.instructions:
+                issue(None)
+
+    def wait() -> None:
+        waits.append(clock.now())
+        clock.sleep(100.0)
+
+    assert host_seconds(call, executors, wait, clock.now) == 4 * EVERY
+    assert len(waits) == 1 + 4, "once before it"
+    assert [executor.instructions for executor in executors] == before

@@ -11,6 +11,7 @@ import torch
 from test_gpu import MIB
 from tqdm import tqdm
 
+from chunkflow_compile.bench import host as bench_host
 from chunkflow_compile.bench import turns as bench_turns
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
@@ -100,16 +101,30 @@ def test_the_host_is_timed_while_nothing_is_queued(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is steps ahead of a card waits for room in its queue, and that is no work of the host."""
-    run, idle = turns(tmp_path, ["resident", "layerwise"], 3), list[bool]()
-    issued = run._issued
+    run, waits = turns(tmp_path, ["resident", "layerwise", "by-kind"], 3), dict[str, list[int]]()
+    timed, wait, waited = run._host_seconds, torch.cuda.synchronize, [0]
 
-    def watched(call: Any, inputs: Any) -> float:
-        idle.append(torch.cuda.current_stream().query())
-        return issued(call, inputs)
+    def waiting(*device: Any) -> None:
+        waited[0] += 1
+        wait(*device)
 
-    monkeypatch.setattr(run, "_issued", watched)
+    def watched(arm: bench_turns.RunningArm, call: Any) -> list[float]:
+        def counted() -> None:
+            assert torch.cuda.current_stream().query()
+            before = waited[0]
+            call()
+            waits.setdefault(arm.name, []).append(waited[0] - before)
+
+        return timed(arm, counted)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", waiting)
+    monkeypatch.setattr(bench_host, "EVERY", 4)
+    monkeypatch.setattr(run, "_host_seconds", watched)
     found = run.run().arms
-    assert idle == [True, True] and all(arm.host_s[0] > 0 for arm in found.values())
+    assert all(len(arm.host_s) == bench_host.SAMPLES and min(arm.host_s) > 0 for arm in found.values())
+    assert waits.keys() == found.keys()
+    for times in waits.values():
+        assert len(times) == bench_host.SAMPLES and min(times) >= 1, "between instructions"
 
 
 def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> None:
