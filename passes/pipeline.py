@@ -122,14 +122,14 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs."""
     finest = make_cut(traced, settings.group_bytes, settings.disabled)
-    if settings.group_bytes is not None or (settings.part and traced.kin is None):
+    if settings.group_bytes is not None or (settings.part and traced.repeats is None):
         return finest
     groups = _cut_before(finest, settings) or coarsest(
         finest,
-        traced.kin,
+        traced.repeats,
         settings.memory,
         lambda problem, *, memory: make_plan(
-            problem, replace(settings, memory=memory, part=False), inside=bool(traced.kin)
+            problem, replace(settings, memory=memory, part=False), inside=traced.repeats is not None
         ),
     )
     if len(groups) == len(finest.regions):

@@ -22,7 +22,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule
 
-from chunkflow_compile.frontend.block_kinds import kin_of
+from chunkflow_compile.frontend.block_kinds import repeats_of
 from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
 from chunkflow_compile.frontend.module_search import blocks_around
 from chunkflow_compile.frontend.preconditions import (
@@ -228,11 +228,11 @@ class _Compiler:
     def _runner(self, aten: GraphModule) -> CompiledGraph:
         self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
-        kin = None
+        repeats = None
         if self.settings.part and self.index.root is not None:
             room = self.settings.memory or (self.room if self.settings.slowdown is None else None)
-            kin = kin_of(self.index.root, [p.name for p in self.parameters if p.keep is None], room)
-        traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", kin)
+            repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], room)
+        traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
         note_ops_of_others(traced, others.append)

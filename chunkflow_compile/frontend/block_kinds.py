@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.passes.graph.traced import Kin
+from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.placed.index import elements, is_called
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import hook_registry
@@ -55,21 +55,21 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     return repeated
 
 
-def kin_of(root: nn.Module, weights: Collection[str], memory: int | None) -> Kin | None:
+def repeats_of(root: nn.Module, weights: Collection[str], memory: int | None) -> Repeats | None:
     """The blocks of the structure of the one that holds these weights of a model; None if none holds them all.
 
     ``memory``: most bytes of all weights of the model on the device, None if that is not known.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
-    if mine is None:
+    if mine is None or not weights:
         return None
     structure = structure_of(mine)
     alike = [block for block in blocks.values() if structure_of(block) == structure]
     share = sum(leaf.nbytes for block in alike for leaf in leaves_of(block)) / sum(
         leaf.nbytes for leaf in leaves_of(root)
     )
-    return Kin(count=len(alike), memory=None if memory is None else int(memory * share))
+    return Repeats(count=len(alike), memory=None if memory is None else int(memory * share))
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
-from chunkflow_compile.passes.graph.traced import Kin, Traced
+from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placed.index import ModelIndex
@@ -128,11 +128,11 @@ def describe_graph(
     parameters: Sequence[Parameter],
     blocks: Mapping[str, str],
     fused: bool = True,
-    kin: Kin | None = None,
+    repeats: Repeats | None = None,
 ) -> Traced:
     """An ATen graph with the sizes of the process groups that its collectives use, which must still exist.
 
-    ``fused``, ``kin``: see :class:`Traced`.
+    ``fused``, ``repeats``: see :class:`Traced`.
     """
     ranks = {name: len(ranks_of(name)) for name in sorted(group_names(graph.graph))}
     unknown = bounds(graph)
@@ -145,7 +145,7 @@ def describe_graph(
         sizes=sizes,
         unknown=unknown,
         fused=fused,
-        kin=kin,
+        repeats=repeats,
     )
 
 

@@ -11,7 +11,7 @@ from chunkflow_compile.passes.problem import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kin:
+class Repeats:
     """The blocks of one structure, whose programs run in turns: ``count`` of them.  ``memory``: most bytes of their
     weights on the device, None if that is not known."""
 
@@ -27,7 +27,7 @@ class Traced:
     a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py);
     ``unknown``: the bounds of those among them that no call gives.  ``large``: names and bytes of the weights that are
     offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will
-    fuse its ops.  ``kin``: of a graph of one block of a model; None for any other.
+    fuse its ops.  ``repeats``: of a graph of one block of a model; None for any other.
     """
 
     graph: GraphModule
@@ -38,4 +38,4 @@ class Traced:
     unknown: Mapping[str, int | None] = field(default_factory=dict)
     large: tuple[tuple[str, int], ...] = ()
     fused: bool = True
-    kin: Kin | None = None
+    repeats: Repeats | None = None

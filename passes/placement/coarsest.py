@@ -17,7 +17,7 @@ from typing import Protocol
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, joined, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.traced import Kin
+from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
@@ -35,14 +35,14 @@ class MakePlan(Protocol):
     def __call__(self, problem: Problem, *, memory: int | None) -> Plan: ...
 
 
-def coarsest(finest: Cut, kin: Kin | None, memory: int | None, plan: MakePlan) -> Groups:
+def coarsest(finest: Cut, repeats: Repeats | None, memory: int | None, plan: MakePlan) -> Groups:
     """The groups of the coarsest cut that is about as good as the finest one.
 
-    ``kin``: of a program that runs in turns with others, whose memory counts then; else ``memory`` is that of the program,
+    ``repeats``: of a program that runs in turns with others, whose memory counts then; else ``memory`` is that of the program,
     None if no budget was given.
     """
-    memory = memory if kin is None else kin.memory
-    planned = partial(plan, memory=memory) if kin is None else partial(_in_turns, plan, kin, finest.problem)
+    memory = memory if repeats is None else repeats.memory
+    planned = partial(plan, memory=memory) if repeats is None else partial(_in_turns, plan, repeats, finest.problem)
     best: Plan | None = None
     for groups in candidates(finest):
         if groups == apart(finest):
@@ -69,10 +69,10 @@ def _as_good(plan: Plan, best: Plan, memory: int | None) -> bool:
     return smaller and plan.predicted.step_s <= AS_GOOD * best.predicted.step_s
 
 
-def _in_turns(plan: MakePlan, kin: Kin, finest: Problem, problem: Problem) -> Plan:
+def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Problem) -> Plan:
     """The plan of programs of this problem in turns."""
-    count, memory = max(1, min(kin.count, MOST_REGIONS // len(finest.regions))), kin.memory
+    count, memory = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.memory
     if memory is not None:
         arena = 2 * max(streamed_bytes(finest))  # what weights stream through does not grow with their number
-        memory = arena + max(0, memory - arena) * count // kin.count
+        memory = arena + max(0, memory - arena) * count // repeats.count
     return plan(repeated(problem, count), memory=memory)

@@ -17,7 +17,7 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, joined, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut, cut
-from chunkflow_compile.passes.graph.traced import Kin, Traced
+from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement import coarsest
 
@@ -132,8 +132,8 @@ def test_a_part_is_judged_with_those_of_its_kind(traced: Traced) -> None:
     total = BLOCKS * LAYERS * WEIGHT
     counts = []
     for share in (1.1, 0.3, 0.1):
-        kin = Kin(count=BLOCKS, memory=int(share * total))
-        part = choose_cut(replace(block, kin=kin), Settings(hardware=SLOW, chunk_bytes=4096, part=True))
+        repeats = Repeats(count=BLOCKS, memory=int(share * total))
+        part = choose_cut(replace(block, repeats=repeats), Settings(hardware=SLOW, chunk_bytes=4096, part=True))
         counts.append(len(part.regions))
     assert counts[0] == 1 and counts[-1] == LAYERS and counts == sorted(counts), counts
     problem = make_cut(block, WEIGHT).problem
