@@ -38,8 +38,8 @@ class MakePlan(Protocol):
 def coarsest(finest: Cut, repeats: Repeats | None, memory: int | None, plan: MakePlan) -> Groups:
     """The groups of the coarsest cut that is about as good as the finest one.
 
-    ``repeats``: of a program that runs in turns with others, whose memory counts then; else ``memory`` is that of the program,
-    None if no budget was given.
+    ``repeats``: of a program that runs in turns with others, whose memory counts then; else ``memory`` is that of the
+    program, None if no budget was given.
     """
     memory = memory if repeats is None else repeats.memory
     planned = partial(plan, memory=memory) if repeats is None else partial(_in_turns, plan, repeats, finest.problem)
