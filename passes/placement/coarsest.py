@@ -25,8 +25,8 @@ from chunkflow_compile.passes.problem import Problem
 AS_GOOD = 1.005
 # Bytes of streamed weights in a region, coarse first: a block whole, then halves and quarters of the large ones.
 _MOST = (None, 256 << 20, 128 << 20)
-# Planning them takes a second on a slow core.
-MOST_REGIONS = 240
+# Planning them takes a third of a second on a slow core.
+MOST_REGIONS = 72
 
 
 class MakePlan(Protocol):
