@@ -102,6 +102,9 @@ class FakeCuda:
         self.calls["event"] += 1
         return FakeEvent(self, timed)
 
+    def profiled(self) -> bool:
+        return True
+
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
         self.names.append(name)

@@ -4,27 +4,116 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
-from torch.fx import GraphModule
+from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+from chunkflow_compile.passes.graph.sizes import symbols_of
 
 from .warm_up import vector_instructions
 
 LoweredRegion = Callable[..., Sequence[Any]]
 
+# What Inductor asserts in each call of a region: sizes, strides and alignment of its inputs, and of outputs of kernels that
+# are not its own.
+_ASSERTIONS = ("size_asserts", "alignment_asserts")
+# Ops that run as kernels of Inductor's own, or write what it has allocated, although torch marks them by no tag.
+_REDUCTIONS = ("aten::mean", "aten::sum")
+# Inductor makes an attention of these, which is a kernel of torch.
+_OF_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
+
 
 def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
     """Lower a region.  ``inductor``: the user's configuration.  Must be called inside a tracing context."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    options = {**({} if _needs_assertions(module, inductor) else dict.fromkeys(_ASSERTIONS, False)), **inductor}
     # Each region has a context of its own, for what AOTAutograd notes of a graph there.  Weights stay inputs, so Inductor
     # never takes memory of a slot for a buffer of its own.
     with tracing(TracingContext(TracingContext.get().fake_mode)), _keyed_by_instructions(inputs):
-        region: LoweredRegion = compile_fx(copy.deepcopy(module), inputs, config_patches=dict(inductor))  # type: ignore[assignment]
-    return region
+        region: LoweredRegion = compile_fx(copy.deepcopy(module), inputs, config_patches=options)  # type: ignore[assignment]
+    return _direct(region, module)
+
+
+def _needs_assertions(module: GraphModule, inductor: Mapping[str, Any]) -> bool:
+    """Whether a call could be given, or make inside, what the region was not compiled for.
+
+    Not its weights, which the plan places; nor inputs of the model, which Dynamo compares in each call; nor outputs of
+    other regions, which Inductor lays out as they were traced, unless told not to.  But an op that allocates its own
+    outputs may lay them out in another way than its fake ones, and a symbol has another value in each call.
+    """
+    if not inductor.get("keep_output_stride", config.keep_output_stride):
+        return True
+    return not all(_allocated_by_inductor(node) for node in module.graph.nodes if node.op != "output")
+
+
+def _allocated_by_inductor(node: Node) -> bool:
+    value, op = node.meta.get("val"), node.target
+    if symbols_of(value) or (isinstance(value, torch.Tensor) and value.is_complex()):
+        return False
+    if node.op == "placeholder" or op is getitem:
+        return True
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.name in _OF_ATTENTION:
+        return False
+    view = any(result.alias_info for result in op._schema.returns)
+    own = torch.Tag.pointwise in op.tags or op in select_decomp_table() or op._schema.name in _REDUCTIONS
+    return view or own
+
+
+def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
+    """Inductor's code itself, if all that torch puts around it would only take time in a call, 6 us of it.
+
+    The first call goes through all of that: it compares what custom ops return with their schemas, and completes Inductor's
+    cache of autotuning.  So does a call in a profiler, which gets the name of the region there.
+    """
+    compiled: Any = inspect.unwrap(region)
+    strides = getattr(compiled, "output_strides", None)
+    # AOTAutograd adds outputs for what it does after the call
+    whole = strides is not None and len(strides) == len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    writes = getattr(compiled, "mutated_input_idxs", True)
+    if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):
+        return region
+    in_profiler, called = torch.autograd._profiler_enabled, False
+
+    def call(*args: Any) -> Sequence[Any]:
+        nonlocal called
+        if called and not in_profiler():
+            outputs: Sequence[Any] = compiled.current_callable([*args])
+            return outputs
+        outputs = region(*args)
+        called = True
+        return outputs
+
+    return call
+
+
+def _needs_no_wrapper(module: GraphModule) -> bool:
+    """Whether AOTAutograd has nothing to do around a region: it takes and returns plain tensors and numbers, returns no
+    view of an input, writes nothing, holds no tensors of its own, and leaves torch's modes as they are."""
+    inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    (returned,) = module.graph.output_node().args
+    outputs = [node.meta["val"] if isinstance(node, Node) else node for node in returned]  # type: ignore[union-attr]
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    memory = {value.untyped_storage()._cdata for value in tensors}
+    plain = all(not isinstance(v, torch.Tensor) or type(v) is FakeTensor for v in (*inputs, *outputs))
+    views = any(isinstance(v, torch.Tensor) and v.untyped_storage()._cdata in memory for v in outputs)
+    ops = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    return plain and not views and len({*map(id, tensors)}) == len(tensors) and all(map(_only_computes, ops))
+
+
+def _only_computes(node: Node) -> bool:
+    if isinstance(node.target, OpOverload):
+        return node.op == "call_function" and not node.target._schema.is_mutable
+    return node.target is getitem or isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.source import DriveBytes, Source
 from chunkflow_compile.weights.staging import Staging
 
-from .cuda_time import Clock
+from .cuda_time import Clock, Frame
 from .device_base import Waited, Watch
 from .read_ahead import Reading
 from .torch_cuda import TorchCuda
@@ -53,21 +53,19 @@ class CudaStream:
         return os.getpid() != self._process
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        frame = self.clock.open
-        if not self._side and not name and watch is None:  # host work only, such as dropping values
+        if watch is not None and (frame := self.clock.open) is not None:
+            work = partial(self._marked, work, frame, watch)
+        if name and self.cuda.profiled():
+            work = partial(_within, self.cuda.named(name), work)
+        if self._side:
+            _within(self.cuda.on(self.stream), work)
+        else:
             work()
-            return
-        with contextlib.ExitStack() as around:
-            if self._side:
-                around.enter_context(self.cuda.on(self.stream))
-            if name:
-                around.enter_context(self.cuda.named(name))
-            if watch is None or frame is None:
-                work()
-                return
-            begin = frame.mark(self.stream)
-            work()
-            frame.between(begin, frame.mark(self.stream), watch)
+
+    def _marked(self, work: Callable[[], None], frame: Frame, watch: Watch) -> None:
+        begin = frame.mark(self.stream)
+        work()
+        frame.between(begin, frame.mark(self.stream), watch)
 
     def record(self, event: torch.cuda.Event) -> None:
         event.record(self.stream)
@@ -197,6 +195,11 @@ class StagedCopies(CudaStream):
 
         self._newest = issued = self._thread.submit(run)
         return issued
+
+
+def _within(context: contextlib.AbstractContextManager[Any], work: Callable[[], None]) -> None:
+    with context:
+        work()
 
 
 def _raise_from(issued: Future[None]) -> None:

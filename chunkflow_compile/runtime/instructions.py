@@ -180,18 +180,18 @@ def _flagged(
 def _compute(on: OnDevice, taken: Sequence[Compute]) -> Issue:
     """A function that issues works, of which the first may be a region's, as one."""
     run, window, name = on.device.compute.run, taken[0].window, taken[0].name
-    first, rest = taken[0].work, [each.work for each in taken[1:]]
+    works = [each.work for each in taken]
+
+    def work(env: list[Any]) -> None:
+        for each in works:
+            each(env)
+
+    if window is None:
+        return lambda step: run(partial(work, step.env), None, name)
 
     def issue(step: Step) -> None:
-        env = step.env
-
-        def work() -> None:
-            first(env)
-            for each in rest:
-                each(env)
-
         windows = step.cost.windows
-        run(work, None if window is None or windows is None else RegionWatch(windows, window), name)
+        run(partial(work, step.env), None if windows is None else RegionWatch(windows, window), name)
 
     return issue
 
@@ -212,7 +212,7 @@ def _issue(on: OnDevice, node: Node, window: int) -> Issue | Compute | None:
     if node.op == "output":
         return _output(on, node)
     if node.op == "call_module":
-        return _call(on, node, _region(on, str(node.target), window), window)
+        return _region(on, node, window)
     # an element of a collective's results is taken on the collective stream; of awaited results, on compute
     if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
         return _collective(on, node, window)
@@ -222,12 +222,25 @@ def _issue(on: OnDevice, node: Node, window: int) -> Issue | Compute | None:
     return _call(on, node, function)
 
 
-def _region(on: OnDevice, name: str, window: int) -> Callable[..., Sequence[Any]]:
-    read, values = on.program.problem.regions[window].weights, on.binding.values
-    region = owning(on.regions[name], [values[w] for w in read if w in values])
-    if ops := undeclared(getattr(on.program.module, name)):
+def _region(on: OnDevice, node: Node, window: int) -> Compute:
+    """The work of a region.  ``window``: where its compute time counts."""
+    read, values, module = on.program.problem.regions[window].weights, on.binding.values, str(node.target)
+    number, take = on.number[node], tuple_getter([on.number[operand] for operand in node.args])
+    region = on.regions[module]
+    if ops := undeclared(getattr(on.program.module, module)):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
-    return region
+
+    def settled(later: Callable[..., Sequence[Any]]) -> None:
+        nonlocal region
+        region = later
+
+    region = owning(region, [values[w] for w in read if w in values], settled)
+
+    def work(env: list[Any]) -> None:
+        env[number] = region(*take(env))
+
+    named = on.program.plan.regions[on.program.start + window]
+    return Compute(work, window, " ".join(w for w in (node.name, *named) if w))
 
 
 def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Issue:
@@ -276,18 +289,15 @@ def _wait(on: OnDevice, arrival: Any, window: int, step: Step) -> None:
     on.device.compute.wait(arrival, waited)
 
 
-def _call(on: OnDevice, node: Node, function: Callable[..., Any], window: int | None = None) -> Compute:
-    """The work of a node.  ``window``: where its compute time counts, or None."""
-    number, read, name = on.number[node], _reader(on.number, node.args, node.kwargs), ""
-    if window is not None:
-        region = on.program.plan.regions[on.program.start + window]
-        name = " ".join(w for w in (node.name, *region) if w)
+def _call(on: OnDevice, node: Node, function: Callable[..., Any]) -> Compute:
+    """The work of a node that is no region."""
+    number, read = on.number[node], _reader(on.number, node.args, node.kwargs)
 
     def work(env: list[Any]) -> None:
         args, kwargs = read(env)
         env[number] = function(*args, **kwargs)
 
-    return Compute(work, window, name)
+    return Compute(work)
 
 
 def _output(on: OnDevice, node: Node) -> Compute:

@@ -14,12 +14,16 @@ import torch
 
 Object = TypeVar("Object")
 
+# Nsight Systems and Nsight Compute set them for the processes that they start.
+_OF_NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+
 
 class TorchCuda:
     """A GPU through torch.cuda.  Tests put another in its place, which has the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._traced = any(variable in os.environ for variable in _OF_NSIGHT)
 
     def stream(self) -> torch.cuda.Stream:
         """The stream for copies: one for each GPU, for the life of the process."""
@@ -43,6 +47,10 @@ class TorchCuda:
     def event(self, timed: bool) -> torch.cuda.Event:
         """A new event; a timed one costs more to record."""
         return _kept_by_children(torch.cuda.Event(enable_timing=timed))
+
+    def profiled(self) -> bool:
+        """Whether a profiler runs that shows names: torch's, or one of NVIDIA's, which has started this process."""
+        return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Name the work enqueued inside the context, for profilers."""

@@ -15,26 +15,34 @@ from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
 
-def owning(region: Callable[..., Sequence[Any]], values: Iterable[torch.Tensor]) -> Callable[..., Sequence[Any]]:
+def owning(
+    region: Callable[..., Sequence[Any]],
+    values: Iterable[torch.Tensor],
+    settled: Callable[[Callable[..., Sequence[Any]]], None],
+) -> Callable[..., Sequence[Any]]:
     """Wrap a region so that its outputs own their memory: those that lie in ``values``, copies of weights, are cloned.
 
     A slot's next weight would overwrite them, or new values of a resident one.  Inductor returns an input as an output if
-    the op does not change it (w * 1).  The first step finds out which outputs those are.
+    the op does not change it (w * 1).  The first call finds out which outputs those are.  ``settled``: is given then what
+    later calls need, which is the region itself if there are none.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
-    if not memory:
-        return region
-    in_memory: list[frozenset[int]] = []
 
     def call(*args: Any) -> Sequence[Any]:
         outputs = region(*args)
-        if not in_memory:
-            in_memory.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, memory)))
-        if in_memory[0]:
-            return [o.clone() if i in in_memory[0] else o for i, o in enumerate(outputs)]
-        return outputs
+        inside = frozenset(i for i, output in enumerate(outputs) if _lies_in(output, memory))
+        settled(_cloning(region, inside) if inside else region)
+        return _cloned(outputs, inside)
 
-    return call
+    return call if memory else region
+
+
+def _cloning(region: Callable[..., Sequence[Any]], inside: Collection[int]) -> Callable[..., Sequence[Any]]:
+    return lambda *args: _cloned(region(*args), inside)
+
+
+def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
+    return [output.clone() if i in inside else output for i, output in enumerate(outputs)]
 
 
 def _lies_in(value: object, memory: Collection[int]) -> bool:

@@ -43,6 +43,9 @@ class IdleGpu:
     def query(self) -> bool:
         return True
 
+    def profiled(self) -> bool:
+        return False
+
     def elapsed_time(self, end: object) -> float:
         return 1.0
 
