@@ -82,7 +82,7 @@ def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
     writes = getattr(compiled, "mutated_input_idxs", True)
     if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):
         return region
-    in_profiler, called = torch.autograd._profiler_enabled, False
+    in_profiler, called = torch._C._autograd._profiler_enabled, False
 
     def call(*args: Any) -> Sequence[Any]:
         nonlocal called

@@ -73,7 +73,9 @@ CASES = (
     Case("wan2.2-ti2v-5b", {"frames": 33}, (*OURS, BY_KIND, *THEIRS, REPEATED), 300),
     Case("flux.1-dev", {"height": 2048, "width": 2048}, (*OURS, *THEIRS), 300),
     Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, 200, "loopback"),
-    Case("flux.1-dev", {"height": 1024, "width": 1024}, (*OURS, "chunkflow@25%", "chunkflow@50%", BY_KIND, *THEIRS), 280),
+    Case(
+        "flux.1-dev", {"height": 1024, "width": 1024}, (*OURS, "chunkflow@25%", "chunkflow@50%", BY_KIND, *THEIRS), 280
+    ),
     Case("wan2.2-ti2v-5b", {"frames": 17}, (*OURS, *THEIRS, GROUP_OFFLOAD), 250),
     Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, 200, "loopback-kernels"),
 )

@@ -141,7 +141,8 @@ def _taken_over(
 ) -> Plan | None:
     """The placement of ``like`` for this problem, None if it misses the goal here."""
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
-    plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, like)
+    slots = {w.name: w.offset for w in like.streamed if w.offset is not None}
+    plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, slots)
     if memory is not None:
         return plan if plan.device_bytes + planner.outside <= memory else None
     assert plan.predicted is not None
@@ -177,11 +178,13 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     fitting = [c for c in (_barely(planner, builder, memory), planner.everything) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
-    while fastest is not None:
+    while fastest is not None and planner.order(fastest) < min(map(planner.order, fitting)):
         over = builder.slots(fastest, quick=True) - memory  # a thorough one takes half a second for 2,000 chunks
         if over <= 0:
             fitting.append(fastest)
             break
+        if not cut and (packed := planner.packed(fastest, memory)) is not None:
+            fitting.append(packed)
         # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)
@@ -203,28 +206,25 @@ class Builder:
     def candidate(self, candidate: Candidate) -> Plan:
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         ops = transfers(self.problem, windows)
-        return self.plan(windows, barriers(self.problem, ops) if candidate.hard else ())
+        return self.plan(windows, barriers(self.problem, ops) if candidate.hard else (), candidate.slots)
 
     def slots(self, candidate: Candidate, quick: bool = False) -> int:
-        """Weight bytes on the device of a candidate with its slots assigned; ``quick``: with fewer tries."""
+        """Weight bytes on the device of a candidate with its slots; ``quick``: assigned with fewer tries."""
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         streamed = self._streamed(windows)
-        _, arena = self._arena(windows, streamed, quick)
-        return arena + self._outside(streamed)
+        return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
     def least(self) -> tuple[Candidate, int]:
         """The placement in which each copy starts in its first reader's window, and the least bytes of any plan."""
         barely = self.planner.play([c.first for c in self.planner.chunks])
         return barely, min(map(self.slots, (barely, self.planner.everything)))
 
-    def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], like: Plan | None = None) -> Plan:
-        """``like``: a plan with the same windows, whose slots are taken over."""
+    def plan(
+        self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None
+    ) -> Plan:
+        """``slots``: of a candidate or a plan with the same windows; None to assign them."""
         streamed = self._streamed(windows)
-        if like is None:
-            offsets, arena = self._arena(windows, streamed)
-            at = {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}
-        else:
-            at, arena = {w.name: w.offset for w in like.streamed if w.offset is not None}, like.arena_bytes
+        at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
         timeline = self.planner.simulator.play(schedule(self.problem, transfers(self.problem, windows, hard)))
         weights = []
@@ -267,10 +267,23 @@ class Builder:
         return self.planner.outside + self.problem.total_bytes - sum(w.nbytes for w in streamed)
 
     def _arena(
-        self, windows: Mapping[str, Windows], streamed: list[Weight], quick: bool = False
-    ) -> tuple[tuple[int, ...], int]:
-        lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
-        return assign_slots(lifetimes, self.planner.count, quick)
+        self,
+        windows: Mapping[str, Windows],
+        streamed: list[Weight],
+        slots: Mapping[str, int] | None,
+        quick: bool = False,
+    ) -> tuple[dict[str, int], int]:
+        """The offset of each weight in the arena, and its size.  Weights without a slot lie above the others."""
+        if slots is None:
+            lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
+            offsets, arena = assign_slots(lifetimes, self.planner.count, quick)
+            return {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}, arena
+        at = dict(slots)
+        arena = max((at[w.name] + aligned(w.nbytes) for w in streamed if w.name in at), default=0)
+        for weight in streamed:
+            if weight.name not in at:
+                at[weight.name], arena = arena, arena + aligned(weight.nbytes)
+        return at, arena
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
         """The lifetime of a weight: each chunk from the opening of its window to the end of its last reader."""

@@ -8,7 +8,7 @@ beside it.  Candidates are compared only by playing them on the timeline.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,7 +21,7 @@ from .policies import layerwise
 from .residency import rank
 from .schedule import Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
-from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
+from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes, pack
 
 # Steps closer than this share of the resident step are equal: strain decides, then memory.
 SAME_STEP = 1e-3
@@ -33,6 +33,8 @@ SAME_STRAIN = 5e-3
 ROUNDING = 1e-9
 _SAMPLES = 8
 _HALVINGS = 6
+# Candidates with slots have as many residents as the fastest without, give or take one chunk in so many.
+_NEAR = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +43,15 @@ class Candidate:
 
     ``placed``: for each chunk its window (negative: of the step before), None if it is resident.  ``residents``: how
     many chunks of the ranking are resident, None for a placement not built from the ranking.  ``nbytes``: weight bytes
-    on the device, before slots are assigned.
+    on the device, without gaps between slots.  ``slots``: the offset of each weight with streamed chunks, None if the
+    windows were chosen without slots.
     """
 
     placed: tuple[int | None, ...]
     residents: int | None
     hard: bool
     nbytes: int
+    slots: Mapping[str, int] | None
     timeline: Timeline
 
     @property
@@ -75,8 +79,8 @@ class Planner:
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
-        self._known: dict[tuple[int, int | None, bool], Candidate | None] = {}
-        self._late: dict[int, list[int]] = {}
+        self._known: dict[tuple[int, int | None, bool, bool], Candidate | None] = {}
+        self._late: dict[int, list[int | None]] = {}
         self._strained: dict[tuple[tuple[int | None, ...], bool], float] = {}
         self._slower = simulator.with_slower_copies(STRAIN)
 
@@ -84,31 +88,42 @@ class Planner:
         """The fewest weight bytes on the device with which the program can run, before slots are assigned."""
         return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
 
-    def candidate(self, residents: int, limit: int | None, hard: bool = False) -> Candidate | None:
-        """The candidate, None if ``limit`` is less than one region reads."""
-        key = (residents, limit, hard)
+    def candidate(
+        self, residents: int, limit: int | None, hard: bool = False, packed: bool = False
+    ) -> Candidate | None:
+        """The candidate, None if ``limit`` is less than one region reads; ``packed``: with slots, None if they need more."""
+        key = (residents, limit, hard, packed)
         if key not in self._known:
-            kept = set(self.ranking[:residents])
-            indices = [i for i in range(len(self.chunks)) if i not in kept]
-            chunks = [self.chunks[i] for i in indices]
-            windows = fit(chunks, self._latest(residents, chunks), self.count, limit)
-            placed: list[int | None] = [None] * len(self.chunks)
-            for i, window in zip(indices, windows or (), strict=False):
-                placed[i] = window
-            self._known[key] = None if windows is None else self.play(placed, hard, residents)
+            wanted = self._latest(residents)
+            if packed and limit is not None:
+                placed, slots = pack(self.chunks, wanted, self.count, limit) or (None, None)
+            else:
+                placed, slots = fit(self.chunks, wanted, self.count, limit), None
+            self._known[key] = None if placed is None else self.play(placed, hard, residents, slots)
         return self._known[key]
 
-    def within(self, memory: int, residents: int, hard: bool = False) -> Candidate | None:
+    def within(self, memory: int, residents: int, hard: bool = False, packed: bool = False) -> Candidate | None:
         """The candidate with ``residents`` whose other chunks stream through the rest of ``memory``."""
         limit = memory - self.kept_bytes - self._resident_sums[residents]
-        return self.candidate(residents, limit, hard) if limit >= 0 else None
+        return self.candidate(residents, limit, hard, packed) if limit >= 0 else None
 
-    def play(self, placed: Sequence[int | None], hard: bool = False, residents: int | None = None) -> Candidate:
+    def play(
+        self,
+        placed: Sequence[int | None],
+        hard: bool = False,
+        residents: int | None = None,
+        slots: Mapping[str, int] | None = None,
+    ) -> Candidate:
         """Play any placement of the chunks."""
         hard = hard or self.yields == "hard"
         timeline = self.simulator.play(schedule(self.problem, self._ops(placed, hard)), spans=False)
         return Candidate(
-            placed=tuple(placed), residents=residents, hard=hard, nbytes=self._nbytes(placed), timeline=timeline
+            placed=tuple(placed),
+            residents=residents,
+            hard=hard,
+            nbytes=self._nbytes(placed),
+            slots=slots,
+            timeline=timeline,
         )
 
     def _ops(self, placed: Sequence[int | None], hard: bool) -> Transfers:
@@ -134,20 +149,36 @@ class Planner:
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
         most = _bisect(0, len(self.chunks), lambda m: self.floor(m + 1) > memory)
+        candidates = self._search(lambda m: self.within(memory, m), 0, most, (_SAMPLES, _SAMPLES // 2))
+        ordered = sorted(candidates, key=self.order)
+        hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
+        return min([ordered[0], *hard, *self._others(memory)], key=self.order)
+
+    def packed(self, candidate: Candidate, memory: int) -> Candidate | None:
+        """The fastest candidate with slots within ``memory`` and about as many residents; None if there is none."""
+        residents, near = candidate.residents or 0, max(len(self.chunks) // _NEAR, _SAMPLES)
+        low, high = max(0, residents - near), min(len(self.chunks), residents + near)
+        samples = [_SAMPLES // 2] * _HALVINGS
+        candidates = self._search(lambda m: self.within(memory, m, candidate.hard, packed=True), low, high, samples)
+        return min(candidates, key=self.order, default=None)
+
+    def _search(
+        self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
+    ) -> list[Candidate]:
+        """Candidates with ``low`` to ``high`` residents: at first spread evenly, then around the fastest so far."""
         candidates: list[Candidate] = []
-        low, high = 0, most
-        for samples in (_SAMPLES, _SAMPLES // 2):
-            grid = _spread(low, high, samples)
-            tried = [(m, c) for m in grid if (c := self.within(memory, m)) is not None]
+        for number in samples:
+            grid = _spread(low, high, number)
+            tried = [(m, c) for m in grid if (c := candidate(m)) is not None]
+            if not tried:
+                break
             best = min(tried, key=lambda t: self.order(t[1]))[0]
             candidates += [c for _, c in tried]
             low, high = (
                 max([m for m in grid if m < best], default=low),
                 min([m for m in grid if m > best], default=high),
             )
-        ordered = sorted(candidates, key=self.order)
-        hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
-        return min([ordered[0], *hard, *self._others(memory)], key=self.order)
+        return candidates
 
     def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
         """The fastest candidate within ``memory`` among variants of ``candidate``; None if there is none.
@@ -236,9 +267,12 @@ class Planner:
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
 
-    def _latest(self, residents: int, chunks: Sequence[Chunk]) -> list[int]:
+    def _latest(self, residents: int) -> list[int | None]:
+        """For each chunk the latest window that hides its copy, None for the first ``residents`` of the ranking."""
         if residents not in self._late:
-            self._late[residents] = latest(chunks, self.link, self.margin)
+            kept = set(self.ranking[:residents])
+            windows = iter(latest([c for i, c in enumerate(self.chunks) if i not in kept], self.link, self.margin))
+            self._late[residents] = [None if i in kept else next(windows) for i in range(len(self.chunks))]
         return self._late[residents]
 
     def _rank(self) -> list[int]:

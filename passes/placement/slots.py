@@ -3,11 +3,13 @@
 A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A slot is one
 range of bytes, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and arcs that
 overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring; the smallest arena wins.  Ties
-go to the earlier try, so the result depends on the input alone.
+go to the earlier try, so the result depends on the input alone.  Where the size of the arena is given, Room gives slots
+before there are windows, and the windows follow from them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +77,11 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _MOST_WORK // pieces**2))
     packings = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
     best = min(packings, key=lambda packing: packing[1])
-    return _ring(lifetimes, masks, windows, least, best, _LEAST_ROUNDS if quick else _RING_TURNS)
+    for turns in (
+        (_LEAST_ROUNDS,) if quick else (_LEAST_ROUNDS, _RING_TURNS)
+    ):  # all quick tries first: never worse than those
+        best = _ring(lifetimes, masks, windows, least, best, turns)
+    return best
 
 
 def _lifted(
@@ -107,7 +113,7 @@ def _ring(
     order = sorted(set(range(len(lifetimes))) - set(stay), key=lambda i: (ends[i], i))
     step = aligned(max(least // _RING_SIZES, ALIGNMENT))
     sizes = [aligned(life.nbytes) for life in lifetimes]
-    for size in range(max(least - base, step), best[1] - base, step):
+    for size in range(max(least - base, step), best[1] - base + step, step):
         for turn in range(0, len(order), max(1, -(-len(order) // turns))):
             turned, position = [*order[turn:], *order[:turn]], 0
             for i in turned:
@@ -203,3 +209,56 @@ def _mask(piece: Piece, windows: int) -> int:
     arc = (1 << min(piece.length, windows)) - 1
     turned = arc << piece.start
     return (turned | turned >> windows) & ((1 << windows) - 1)
+
+
+class Room:
+    """Bytes that weights enter in order of first use, and leave after their last reader.
+
+    ``stretches``: (begin, end, free) without gaps; ``free`` is the window after the last reader so far.
+    """
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        """``count``: windows of a step.  Bytes without a reader so far have been free since the step before."""
+        self.nbytes = nbytes - nbytes % ALIGNMENT
+        self.stretches = [(0, self.nbytes, -count)]
+
+    def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
+        """Where a weight may arrive soonest, but not before window ``wanted``; None if nowhere in time for region ``first``.
+
+        Of equals, where the fewest bytes are late, each counted once for every window, then the lowest.
+        """
+        best: tuple[int, int, int] | None = None
+        ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}
+        for at in sorted(at for at in ends if 0 <= at <= self.nbytes - nbytes):
+            soonest, late = wanted, 0
+            for begin, end, free in self._across(at, at + nbytes):
+                if free > (first if best is None else best[0]):
+                    break
+                if free > wanted:
+                    soonest = max(soonest, free)
+                    late += (min(end, at + nbytes) - max(begin, at)) * (free - wanted)
+            else:
+                if best is None or (soonest, late) < best[:2]:
+                    best = soonest, late, at
+                if not late:
+                    break
+        return None if best is None else best[2]
+
+    def free(self, begin: int, end: int) -> int:
+        """The window in which all of the bytes are free."""
+        return max(free for _, _, free in self._across(begin, end))
+
+    def take(self, at: int, nbytes: int, free: int) -> None:
+        """Give bytes to a weight until window ``free``."""
+        end = at + nbytes
+        low, high = self._bounds(at, end)
+        below, above = self.stretches[low], self.stretches[high - 1]
+        parts = (below[0], at, below[2]), (at, end, free), (end, above[1], above[2])
+        self.stretches[low:high] = [p for p in parts if p[0] < p[1]]
+
+    def _across(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        low, high = self._bounds(begin, end)
+        return self.stretches[low:high]
+
+    def _bounds(self, begin: int, end: int) -> tuple[int, int]:
+        return bisect_left(self.stretches, (begin + 1,)) - 1, bisect_left(self.stretches, (end,))

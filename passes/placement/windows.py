@@ -1,9 +1,11 @@
 """Windows: which window starts each chunk, so that it arrives in time, beside no collective, and is not alive for long.
 
-Two passes over the step.  The step is a circle, because its last windows fetch the first weights of the next:
+Two passes over the step, the second in one of two ways.  The step is a circle, because its last windows fetch the first
+weights of the next:
 
     latest    backward: each chunk as late as still hides its copy, while the link carries no collective
     fit       forward: each chunk no earlier than that, and no earlier than the memory limit allows
+    pack      forward, slots first: each chunk no earlier than that, and no earlier than the bytes of its slot are free
 
 The memory limit has priority: a chunk without room early enough starts late, and its reader waits.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
+from .slots import Room
 from .timeline import Simulator, Timeline
 
 # Laps around the circle.  The first places all chunks; later ones make the end of the step agree with its beginning.
@@ -171,27 +174,33 @@ def _opening(link: Link, window: int) -> float:
     return link.opens[window] + lap * link.length
 
 
-def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int | None) -> list[int] | None:
+def fit(
+    chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int | None
+) -> list[int | None] | None:
     """Windows no earlier than ``wanted`` that keep at most ``limit`` bytes alive at once; None if there are none.
 
-    Chunks get room in order of use.  A chunk is alive from its window to its last reader.
+    ``wanted``: None for a resident chunk.  Chunks get room in order of use.  A chunk is alive from its window to its last
+    reader.
     """
-    if limit is None or not chunks or live_bytes(chunks, wanted, count) <= limit:
+    streamed = {i: window for i, window in enumerate(wanted) if window is not None}
+    moving = [chunks[i] for i in streamed]
+    if limit is None or not streamed or live_bytes(moving, list(streamed.values()), count) <= limit:
         return list(wanted)
     live = [0] * count
-    for chunk in chunks:
+    for chunk in moving:
         for k in range(chunk.first, chunk.last + 1):
             live[k % count] += chunk.nbytes
     if max(live) > limit:
         return None
-    placed = [c.first for c in chunks]
+    placed = {i: chunks[i].first for i in streamed}
     for _ in range(FORWARD_LAPS):
-        before = placed[-1] - count
+        before = placed[max(placed)] - count
         changed = False
-        for i, chunk in enumerate(chunks):
+        for i, earliest in streamed.items():
+            chunk = chunks[i]
             for k in range(placed[i], chunk.first):
                 live[k % count] -= chunk.nbytes
-            window, bound = chunk.first, max(wanted[i], min(before, chunk.first))
+            window, bound = chunk.first, max(earliest, min(before, chunk.first))
             while window > bound and live[(window - 1) % count] + chunk.nbytes <= limit:
                 window -= 1
                 live[window % count] += chunk.nbytes
@@ -199,7 +208,54 @@ def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int |
             placed[i] = before = window
         if not changed:
             break
-    return placed
+    return [placed.get(i) for i in range(len(chunks))]
+
+
+def pack(
+    chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int
+) -> tuple[list[int | None], dict[str, int]] | None:
+    """Windows no earlier than ``wanted``, and slots that leave ``limit`` bytes to streamed chunks; None if there are none.
+
+    ``chunks``: all chunks of each weight.  ``wanted``: None for a resident chunk.  A slot is the offset of a weight with
+    streamed chunks.  Weights get slots in order of first use, large ones before small ones, which fill gaps.  Only readers
+    decide when bytes are free, so windows follow from slots.
+    """
+    streamed = _streamed(chunks, wanted)
+    kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)
+    room, slots = Room(limit + kept, count), dict[str, int]()
+    windows = {i: window for i, window in enumerate(wanted) if window is not None}
+    spans: dict[int, tuple[int, int]] = {}
+    for members in streamed:
+        weight, nbytes = chunks[members[0]], sum(chunks[i].nbytes for i in members)
+        starts = [windows[i] for i in members if i in windows]
+        at = room.offset(nbytes, weight.first, min(starts))
+        if at is None:
+            return None
+        slots[weight.weight] = at
+        if len(starts) < len(members):  # some of it never leaves, and nothing else gets the rest
+            room.take(at, nbytes, count)
+            continue
+        for i in members:
+            begin = at + chunks[i].index * weight.nbytes
+            spans[i] = begin, begin + chunks[i].nbytes
+            windows[i] = max(windows[i], room.free(*spans[i]))
+        room.take(at, nbytes, weight.last + 1)
+    # Bytes without an earlier reader in this step had their last one in the step before.
+    for i, (begin, end) in spans.items():
+        windows[i] = max(windows[i], room.free(begin, end) - count)
+    return [windows.get(i) for i in range(len(chunks))], slots
+
+
+def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[list[int]]:
+    """The chunks of each weight with streamed ones, in the order of slots: first weights that are resident in part."""
+    members: dict[str, list[int]] = {}
+    for i, chunk in enumerate(chunks):
+        members.setdefault(chunk.weight, []).append(i)
+
+    def order(m: list[int]) -> tuple[bool, int, int]:
+        return all(wanted[i] is not None for i in m), chunks[m[0]].first, -sum(chunks[i].nbytes for i in m)
+
+    return sorted((m for m in members.values() if any(wanted[i] is not None for i in m)), key=order)
 
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:

@@ -126,6 +126,19 @@ def test_never_slower_than_layerwise_in_its_memory_nor_larger_at_its_step(comput
     assert small.device_bytes <= layerwise.device_bytes
 
 
+@pytest.mark.parametrize("room", [20, 24, 28])
+def test_slots_of_weights_that_come_and_go_in_order_cost_at_most_one_percent(room: int) -> None:
+    """Room for the weights of one or two regions, and the link is the bound: gaps between slots would be missed."""
+    regions = [(6, 6), (1,) * 7, (4,) * 4] * 20
+    sizes = [(size, k) for k, chunks in enumerate(regions) for size in chunks]
+    found = problem([6.0] * len(regions), [weight(i, size * CHUNK, (k,)) for i, (size, k) in enumerate(sizes)])
+    plan = planned(found, memory=room * CHUNK)
+    without = Planner(found, Simulator(found, MACHINE, CHUNK)).fastest(room * CHUNK)
+    assert plan.predicted is not None and plan.moved_bytes > 0.9 * found.total_bytes
+    assert plan.device_bytes <= room * CHUNK
+    assert plan.predicted.step_s <= 1.01 * without.step_s
+
+
 def test_the_memory_curve_never_rises_in_steps_of_a_chunk() -> None:
     found = blocks_problem(6, 18.0)
     points = on_grid(plans_along(found, MACHINE, CHUNK), CHUNK)
