@@ -17,7 +17,6 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
