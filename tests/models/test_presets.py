@@ -20,7 +20,7 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import rewrite
@@ -132,3 +132,16 @@ def test_bad_quantisations_are_refused(capsys: pytest.CaptureFixture[str]) -> No
         quantised(nn.Sequential(nn.ModuleList([nn.Linear(3, 3)])), "nf4")
     assert main(["plan", "model.py:build", "--quantize", "int8"]) != 0
     assert "--quantize is for presets" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_flux_has_as_few_regions_as_its_plans_need() -> None:
+    """One a block where the copies hide or nothing streams; more where the link is the bound and memory is short."""
+    source, machine = PRESETS["flux.1-dev"].trace(1), load_profile("h100-pcie-x2")
+    finest = make_cut(source)
+    for share, most in ((1.0, 60), (0.82, 60), (0.06, 140)):
+        settings = Settings(hardware=machine, memory=int(share * finest.problem.total_bytes))
+        cut = choose_cut(source, settings)
+        steps = [make_plan(problem, settings).predicted.step_s for problem in (finest.problem, cut.problem)]
+        assert len(cut.regions) <= most and steps[1] <= 1.005 * steps[0], (share, len(cut.regions), steps)
+        assert len({region.info.key for region in cut.regions}) < 20, "equal blocks are lowered once"

@@ -27,8 +27,8 @@ THREADS = ("threads", "poison")
 SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
 # Keeps some weights and streams the others, on a machine on which copies do not hide.
 TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": FAST}
-# The same, and some chunks of a weight that streams.
-PARTLY = {**TIGHT, "memory": 42000, "chunk_bytes": 2048}
+# Some chunks of a weight that streams stay on the device.
+PARTLY = {**TIGHT, "memory": 45500, "chunk_bytes": 2048, "min_bytes": 0}
 
 
 def stack(layers: int = 3, seed: int = 0) -> Stack:
@@ -90,6 +90,8 @@ def test_what_was_written_is_copied_again_alone(goal: dict[str, Any], no_grad: N
     before = {name: value.data_ptr() for name, value in session.executor.binding.values.items()}
     primed = dict[str, int]()
     for name, buffer in session.buffers.items():
+        if buffer.nbytes < 4096:  # only the first passes are all measured
+            continue
         values = twin.get_parameter(name) * 0.5
         for m in (model, twin):
             m.get_parameter(name).copy_(values)
