@@ -60,7 +60,8 @@ class FakeEvent:
 
 class FakeCuda:
     """``copy_s``: least seconds of a copy.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
-    the ranges that a profiler would show.  ``late``: copies begin only while the caller's stream waits for some."""
+    the ranges that a profiler shows, if one runs (``in_profiler``).  ``late``: copies begin only while the caller's stream
+    waits for some."""
 
     def __init__(self, copy_s: float = 0.0, clock: HostClock = MONOTONIC, late: bool = False) -> None:
         self.copy_s = copy_s
@@ -72,6 +73,7 @@ class FakeCuda:
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []
+        self.in_profiler = True
         self.callers = self._current = FakeStream(self, CallingStream(clock))
 
     def stream(self) -> FakeStream:
@@ -103,7 +105,7 @@ class FakeCuda:
         return FakeEvent(self, timed)
 
     def profiled(self) -> bool:
-        return True
+        return self.in_profiler
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:

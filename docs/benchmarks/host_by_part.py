@@ -60,7 +60,7 @@ def watched(clock: Clock) -> Iterator[None]:
         mock.patch.object(CompiledGraph, "__call__", clock.around(1, CompiledGraph.__call__)),
         mock.patch.object(Order, "run", clock.around(2, Order.run)),
         mock.patch.object(Executor, "run", clock.around(3, Executor.run)),
-        mock.patch.object(instructions, "owning", lambda region, slots: clock.around(4, owning(region, slots))),
+        mock.patch.object(instructions, "owning", lambda region, *others: owning(clock.around(4, region), *others)),
     ):
         yield
 

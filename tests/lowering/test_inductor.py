@@ -17,7 +17,6 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
@@ -121,7 +120,7 @@ class Returns(nn.Module):
         y = torch.relu(self.a(x))
         z = self.b(y)
         x.mul_(2)
-        return y, self.a.weight.t(), self.b.weight * 1, x.view(-1), *z.chunk(2, -1)
+        return y, self.a.weight.t(), self.b.weight * torch.ones(8, 8), x.view(-1), *z.chunk(2, -1)
 
 
 def test_outputs_stay_as_they_were_when_the_slots_have_other_weights(through: list[Any]) -> None:

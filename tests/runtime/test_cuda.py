@@ -119,6 +119,10 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
     regions = {w for w in cuda.names if w.startswith("region_")}
     assert len(regions) == len(session.plan.regions) and any("blocks.3" in w for w in regions)
     assert f"prefetch {session.plan.streamed[0].name}" in " ".join(cuda.names)
+    cuda.in_profiler = False
+    shown = len(cuda.names)
+    run(torch.randn(4, 8))
+    assert len(cuda.names) == shown
 
 
 @examples(7, 8)
