@@ -82,11 +82,11 @@ def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
     writes = getattr(compiled, "mutated_input_idxs", True)
     if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):
         return region
-    in_profiler, called = torch._C._autograd._profiler_enabled, False
+    profiler, called = torch.autograd.profiler, False
 
     def call(*args: Any) -> Sequence[Any]:
         nonlocal called
-        if called and not in_profiler():
+        if called and not profiler._is_profiler_enabled:
             outputs: Sequence[Any] = compiled.current_callable([*args])
             return outputs
         outputs = region(*args)
