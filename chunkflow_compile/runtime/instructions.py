@@ -22,6 +22,7 @@ from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Binding, SlotState
+from .device_base import Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
 from .streams import HostFlag
@@ -86,13 +87,14 @@ class OnDevice:
         binding: Binding,
         poison: bool,
         cycle: Cycle,
+        device: Device | None = None,
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.  ``cycle``: that of
-        which the program is a call."""
+        which the program is a call.  ``device``: another one than the arena's, which records the call."""
         self.program = program
         self.regions = regions
         self.cycle = cycle
-        self.device = device = binding.arena.streams
+        self.device = device = device or binding.arena.streams
         self.binding = binding
         self.poison = poison
         self.marks = binding.marks or arrivals(cycle)

@@ -1,0 +1,113 @@
+"""Capture: record a call as a CUDA graph, if it can be one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.weights.source import DriveBytes
+
+from .arena import Binding
+from .cuda_graphs import MOST_GRAPHS, CaptureLog, CudaGraph
+from .instructions import Cost, OnDevice, Step, instructions
+from .wrapped_calls import undeclared
+
+
+class CannotCaptureError(ChunkflowError):
+    """Why a call is no CUDA graph."""
+
+
+# An input by its position.
+_Placed = tuple[int, torch.Tensor]
+
+
+def check_capture(program: Program, cycle: Cycle, binding: Binding) -> None:
+    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are."""
+    device, calls = binding.arena.streams, len(cycle.calls)
+    reason = device.why_not_recorded() or next(_reasons(program), "")
+    if not reason and not cycle.plan.joins:
+        reason = "its plan was made without cudagraphs=True"
+    if not reason and calls > MOST_GRAPHS:
+        reason = f"it is one of {calls} calls, and an arena has at most {MOST_GRAPHS} graphs: compile the model whole"
+    on_drive = next((name for name, host in binding.hosts.items() if isinstance(host, DriveBytes)), None)
+    if not reason and on_drive is not None:
+        reason = f"{on_drive} is on the drive, and a graph copies from host memory only"
+    if reason:
+        raise CannotCaptureError(reason)
+
+
+def _reasons(program: Program) -> Iterator[str]:
+    """Why a program cannot be recorded."""
+    if program.problem.collectives:
+        yield "it has collectives"
+    graphs = [(name, getattr(program.module, name).graph) for name in program.regions]
+    for name, graph in graphs:
+        if ops := undeclared(getattr(program.module, name)):
+            yield f"{ops[0]} may write its inputs, of which a graph has copies: its schema does not say"
+        for node in graph.nodes:
+            if node.op == "call_function" and node.kwargs.get("generator") is not None:
+                yield f"{node.target} draws from a generator of the caller's"
+
+
+def capture(
+    program: Program,
+    regions: Mapping[str, Callable[..., Sequence[Any]]],
+    binding: Binding,
+    poison: bool,
+    cycle: Cycle,
+    env: Sequence[Any],
+    log: CaptureLog,
+) -> CudaGraph:
+    """Record a call on inputs of these sizes; nothing is computed.  ``env``: the inputs, and a place for each other value.
+
+    Raises CannotCaptureError for inputs that cannot be recorded, and RuntimeError for an op that cannot, or without memory.
+    """
+    begun, device, arena = time.monotonic(), binding.arena.streams, binding.arena
+    inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    weights = set(program.weight_inputs.values())
+    values, copied, in_place, fixed = list(env), list[_Placed](), list[_Placed](), list[tuple[int, Any]]()
+    for position, node in enumerate(inputs):
+        value = env[position]
+        if not isinstance(value, torch.Tensor):
+            fixed.append((position, value))
+        elif value.device.type != arena.device.type:
+            raise CannotCaptureError(
+                f"its input {node.name} ({list(value.shape)}) is on the {value.device.type}, and a graph would keep its "
+                f"value: pass it on {arena.device}"
+            )
+        elif node.name in weights:
+            in_place.append((position, value))
+        else:
+            with torch.inference_mode(False):  # an inference tensor cannot be written outside inference mode
+                values[position] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            copied.append((position, values[position]))
+    given = {id(values[position]): position for position in range(len(inputs))}
+    before = device.free()
+    with device.recording(arena.graphs.pool) as (graph, recorder):
+        on = OnDevice(program, regions, replace(binding, state=None), poison, cycle, recorder)
+        step = Step(values, Cost(), 0)
+        for issue in instructions(on):
+            issue(step)
+    made = CudaGraph(
+        graph,
+        device,
+        log,
+        copied=copied,
+        in_place=in_place,
+        fixed=fixed,
+        outputs=[(output, given.get(id(output))) for output in step.outputs],
+        moved_bytes=step.cost.moved,
+        nbytes=max(0, before - device.free()),
+    )
+    arena.graphs.add(made)
+    log.captures, log.nbytes, log.capture_s = log.captures + 1, made.nbytes, time.monotonic() - begun
+    return made
