@@ -21,7 +21,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
-from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
@@ -36,7 +36,8 @@ from .problem import Problem
 class Settings:
     """Settings of the passes.  Sizes in bytes.  ``group_bytes``: None for the coarsest cut that is as good as the finest.
     ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
-    takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph.
+    ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -51,6 +52,7 @@ class Settings:
     outside: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
+    joined: bool = False
     disabled: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -80,8 +82,8 @@ def check_disabled(names: Iterable[str]) -> None:
             )
 
 
-def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> Plan:
-    """The plan of ``settings``, or one placed for its goal.  ``inside``: see place.
+def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None) -> Plan:
+    """The plan of ``settings``, or one placed for its goal.  ``inside``: see place.  ``ends``: see Plan.check_problem.
 
     Raises ChunkflowError if no plan meets the goal.
     """
@@ -101,12 +103,13 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
         inside=inside,
         outside=settings.outside,
         timings=settings.timings,
+        joins=(tuple(ends) if ends else (len(problem.regions),)) if settings.joined else (),
     )
 
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
-    plan = make_plan(join(calls), replace(settings, likes=(), part=False), inside=True)
+    plan = make_plan(join(calls), replace(settings, likes=(), part=False), inside=True, ends=ends(calls))
     cycle = write(calls, plan, share="sharing" not in settings.disabled)
     if "verify" not in settings.disabled:
         verify(cycle)
@@ -128,8 +131,8 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
         finest,
         traced.repeats,
         settings.memory,
-        lambda problem, *, memory: make_plan(
-            problem, replace(settings, memory=memory, part=False), inside=traced.repeats is not None
+        lambda problem, *, memory, ends=None: make_plan(
+            problem, replace(settings, memory=memory, part=False), inside=traced.repeats is not None, ends=ends
         ),
     )
     if len(groups) == len(finest.regions):
