@@ -213,7 +213,7 @@ class Options:
             plan=self.given_plan(),
             timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
-            joined=self.cudagraphs,
+            joined=bool(self.cudagraphs),
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from conftest import WITHIN
 
+from fake_graphs import FakeGraph, RecordedStream
+
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
@@ -20,7 +22,7 @@ from chunkflow_compile.weights.bytes import copy_host_bytes
 
 
 class FakeStream:
-    def __init__(self, cuda: FakeCuda, stream: CallingStream | ThreadStream) -> None:
+    def __init__(self, cuda: FakeCuda, stream: CallingStream | ThreadStream | RecordedStream) -> None:
         self.cuda = cuda
         self.stream = stream
         self.awaited: list[FakeEvent] = []
@@ -68,20 +70,39 @@ class FakeCuda:
         self.clock = clock
         self.late = late
         self._waiting = threading.Event()
-        self.engine = Engine(("copy",), clock=clock)
+        self.engine = Engine(("copy", "copies of graphs"), clock=clock)
         weakref.finalize(self, self.engine.end)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []
         self.in_profiler = True
+        self.graphs: list[FakeGraph] = []
         self.callers = self._current = FakeStream(self, CallingStream(clock))
+        self._recorded: FakeStream | None = None
 
     def stream(self) -> FakeStream:
         self.calls["stream"] += 1
         return FakeStream(self, self.engine.streams["copy"])
 
     def current(self) -> FakeStream:
-        return self.callers
+        return self._recorded or self.callers
+
+    def free(self) -> int:
+        self.calls["free"] += 1
+        return -1000 * sum(graph.nodes is not None for graph in self.graphs)
+
+    @contextlib.contextmanager
+    def capturing(self, pool: FakeGraph | None) -> Iterator[tuple[FakeGraph, FakeStream]]:
+        assert pool is None or pool.pool()
+        graph = FakeGraph(self.engine.bell, self.callers.stream)
+        compute, copies = graph.lanes(self.engine.streams["copies of graphs"])
+        self._recorded = FakeStream(self, compute)
+        try:
+            with graph.ops(compute):
+                yield graph, FakeStream(self, copies)
+        finally:
+            self._recorded = None
+        self.graphs.append(graph)
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:

@@ -179,7 +179,7 @@ class CudaGraphs:
     def add(self, made: CudaGraph) -> None:
         """Keep a graph, and drop the one that was launched longest ago if there are too many."""
         self._kept = [kept for kept in self._kept if kept.graph is not None]
-        for oldest in self._kept[: len(self._kept) + 1 - MOST_GRAPHS]:
+        for oldest in self._kept[: max(0, len(self._kept) + 1 - MOST_GRAPHS)]:
             oldest.drop(f"an arena has at most {MOST_GRAPHS} graphs")
         self._kept.append(made)
 

@@ -1,0 +1,117 @@
+"""A call as one CUDA graph, on the fake GPU: what is recorded, when it is launched, and when it is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS, WRAPS
+from fake_cuda import FakeCuda
+from helpers import Stack, twins
+from torch import nn
+
+from chunkflow_compile import programs, replan, restore
+from chunkflow_compile.passes.program.cycle import prefetches
+from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog
+from chunkflow_compile.runtime.recorder import Recorder, _Compute
+
+EAGER = {**OPTIONS, "lowering": "eager", "cudagraphs": True}
+
+
+def compiled(
+    cuda: FakeCuda, make: Any = lambda: Stack(6), dynamic: bool | None = None, **options: Any
+) -> tuple[nn.Module, nn.Module, Any]:
+    """A model on a GPU, its twin, and the compiled model."""
+    model, twin = twins(make)
+    chosen = {**EAGER, "arena": options.get("arena") or cuda.arena(), "debug": "poison", **options}
+    if "memory" in options:
+        chosen.pop("slowdown")
+    return model, twin, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen)
+
+
+def log_of(model: nn.Module) -> CaptureLog:
+    return programs(model)[0].call.captures
+
+
+def test_a_call_is_launched_as_one_graph_and_its_outputs_are_right(no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, memory=60_000)
+    kept = []
+    for step in range(50):
+        x = torch.randn(16, 8)
+        kept.append((run(x), twin(x)))
+        if step == 20:
+            with torch.no_grad():
+                for m in (model, twin):
+                    m.blocks[3].up.weight.mul_(1.5)
+    assert all(torch.equal(got, expected) for got, expected in kept)
+    log = log_of(model)
+    assert log.why_not == "" and (log.captures, log.launches) == (1, 50 - PASSES)
+    assert programs(model)[0].plan.moved_bytes > 0 and cuda.graphs[0].launches == log.launches
+    restore(model)
+    assert cuda.graphs[0].nodes is None
+
+
+def stepped(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
+    """Steps of one model."""
+    model, twin, run = compiled(cuda, hardware=WRAPS)
+    xs = [torch.randn(16, 8) for _ in range(PASSES + 4)]
+    assert all(torch.equal(run(x), twin(x)) for x in xs[:PASSES])
+    assert any(op.next_step for _, op in prefetches(programs(model)[0].program))
+    mutate()
+    equal = [torch.equal(run(x), twin(x)) for x in xs[PASSES:]]
+    assert log_of(model).launches >= 3
+    return equal
+
+
+def in_turns(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
+    """Steps of two models that have an arena in turns, so each begins with a cold start."""
+    arena = cuda.arena()
+    pairs = [compiled(cuda, hardware=WRAPS, arena=arena, disable=["cycle"]) for _ in range(2)]
+    xs = [torch.randn(16, 8) for _ in range(PASSES + 2)]
+    assert all(torch.equal(run(x), twin(x)) for x in xs[:PASSES] for _, twin, run in pairs)
+    mutate()
+    equal = [torch.equal(run(x), twin(x)) for x in xs[PASSES:] for _, twin, run in pairs]
+    assert all(log_of(model).launches for model, _, _ in pairs)
+    return equal
+
+
+MUTATIONS: dict[str, tuple[Any, ...]] = {
+    "join": (stepped, Recorder, "join", lambda self: self.copy.end() and None),
+    "arrivals": (stepped, _Compute, "wait", lambda self, event, waited=None: self._copies.flush(event)),
+    "tail": (in_turns, CudaDevice, "launch", lambda self, graph: graph.replay()),
+}
+
+
+@pytest.mark.parametrize("removed", MUTATIONS)
+def test_without_one_kind_of_event_numbers_are_wrong(
+    removed: str, no_grad: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, *patch = MUTATIONS[removed]
+    assert all(work(FakeCuda(copy_s=3e-3), lambda: None))
+    assert not all(work(FakeCuda(copy_s=3e-3), lambda: monkeypatch.setattr(*patch)))
+
+
+def sized(model: nn.Module, twin: nn.Module, run: Any, sizes: Sequence[int], passes: int) -> None:
+    for _ in range(passes):
+        for size in sizes:
+            x = torch.randn(size, 8)
+            assert torch.equal(run(x), twin(x))
+
+
+def test_each_size_has_its_graph_and_an_arena_keeps_those_used_last(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda, dynamic=True)
+    sizes = range(16, 16 + MOST_GRAPHS)
+    sized(model, twin, run, sizes, PASSES + 2)
+    arena = programs(model)[0].arena
+    assert [g.launches for g in cuda.graphs] == [2] * MOST_GRAPHS and arena.graphs.nbytes > 0
+    sized(model, twin, run, [99], PASSES + 1)
+    assert [g.nodes is None for g in cuda.graphs] == [True] + [False] * MOST_GRAPHS
+    arena.evict()
+    assert arena.graphs.nbytes == 0 and all(g.nodes is None for g in cuda.graphs)
+    sized(model, twin, run, sizes[:1], 2)
+    assert cuda.graphs[-1].launches == 1, "what a recording needs is loaded already"
