@@ -61,12 +61,19 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """``copy_s``: least seconds of a copy.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
+    """``copy_s``: least seconds of a copy; ``launched_copy_s``: of one in a graph, by default the same.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
     the ranges that a profiler shows, if one runs: ``in_profiler``.  ``late``: copies begin only while the caller's stream
     waits for some."""
 
-    def __init__(self, copy_s: float = 0.0, clock: HostClock = MONOTONIC, late: bool = False) -> None:
+    def __init__(
+        self,
+        copy_s: float = 0.0,
+        clock: HostClock = MONOTONIC,
+        late: bool = False,
+        launched_copy_s: float | None = None,
+    ) -> None:
         self.copy_s = copy_s
+        self.launched_copy_s = copy_s if launched_copy_s is None else launched_copy_s
         self.clock = clock
         self.late = late
         self._waiting = threading.Event()
@@ -98,7 +105,7 @@ class FakeCuda:
         compute, copies = graph.lanes(self.engine.streams["copies of graphs"])
         self._recorded = FakeStream(self, compute)
         try:
-            with graph.ops(compute):
+            with graph.recorded(compute, copies):
                 yield graph, FakeStream(self, copies)
         finally:
             self._recorded = None
@@ -151,10 +158,11 @@ class FakeCuda:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.calls["copy"] += 1
+        seconds = self.copy_s if self._recorded is None else self.launched_copy_s
 
         def work() -> None:
             assert not self.late or self._waiting.wait(WITHIN)
-            self.clock.sleep(self.copy_s)
+            self.clock.sleep(seconds)
             copy_host_bytes(target, source)
 
         assert self._current is not self.callers, "copies have a stream of their own"

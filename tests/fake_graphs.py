@@ -19,19 +19,26 @@ Node = Callable[[Mapping[HostEvent, HostEvent]], None]
 
 
 class RecordedStream:
-    """A stream while it is recorded.  ``runs_on``: where its nodes run at a launch."""
+    """A stream while it is recorded.  ``runs_on``: where its nodes run at a launch.  ``recorded``: its newest event, if
+    nothing came after it; ``awaited``: the events that it has waited for."""
 
     def __init__(self, nodes: list[Node], runs_on: CallingStream | ThreadStream) -> None:
         self._nodes = nodes
         self._runs_on = runs_on
+        self.empty = True
+        self.recorded: HostEvent | None = None
+        self.awaited = set[HostEvent]()
 
     def run(self, work: Callable[[], None]) -> None:
+        self.empty, self.recorded = False, None
         self._nodes.append(lambda events: self._runs_on.run(work))
 
     def record(self, event: HostEvent) -> None:
+        self.recorded = event
         self._nodes.append(lambda events: self._runs_on.record(events[event]))
 
     def wait(self, event: HostEvent) -> None:
+        self.awaited.add(event)
         self._nodes.append(lambda events: self._runs_on.wait(events[event]))
 
 
@@ -75,9 +82,11 @@ class FakeGraph:
         return RecordedStream(self.nodes, self._caller), RecordedStream(self.nodes, copies)
 
     @contextlib.contextmanager
-    def ops(self, compute: RecordedStream) -> Iterator[None]:
+    def recorded(self, compute: RecordedStream, copies: RecordedStream) -> Iterator[None]:
         with _Ops(compute):
             yield
+        if not copies.empty and copies.recorded not in compute.awaited:
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
     def pool(self) -> object:
         assert self.nodes is not None, "the graph has its pool"

@@ -14,9 +14,10 @@ from torch import nn
 
 from chunkflow_compile import programs, replan, restore
 from chunkflow_compile.passes.program.cycle import prefetches
+from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog
-from chunkflow_compile.runtime.recorder import Recorder, _Compute
+from chunkflow_compile.runtime.recorder import Recorder
 
 EAGER = {**OPTIONS, "lowering": "eager", "cudagraphs": True}
 
@@ -79,20 +80,31 @@ def in_turns(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
     return equal
 
 
-MUTATIONS: dict[str, tuple[Any, ...]] = {
-    "join": (stepped, Recorder, "join", lambda self: self.copy.end() and None),
-    "arrivals": (stepped, _Compute, "wait", lambda self, event, waited=None: self._copies.flush(event)),
-    "tail": (in_turns, CudaDevice, "launch", lambda self, graph: graph.replay()),
-}
+def without_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions, "_wait", lambda on, arrival, window, step: None)
 
 
-@pytest.mark.parametrize("removed", MUTATIONS)
+def without_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaDevice, "launch", lambda self, graph: graph.replay())
+
+
+@pytest.mark.parametrize(
+    ("remove", "work", "slow"),
+    [(without_arrivals, stepped, {}), (without_tails, in_turns, {"launched_copy_s": 0.0})],
+)
 def test_without_one_kind_of_event_numbers_are_wrong(
-    removed: str, no_grad: None, monkeypatch: pytest.MonkeyPatch
+    remove: Any, work: Any, slow: Any, no_grad: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, *patch = MUTATIONS[removed]
-    assert all(work(FakeCuda(copy_s=3e-3), lambda: None))
-    assert not all(work(FakeCuda(copy_s=3e-3), lambda: monkeypatch.setattr(*patch)))
+    assert all(work(FakeCuda(copy_s=5e-3, **slow), lambda: None))
+    assert not all(work(FakeCuda(copy_s=5e-3, **slow), lambda: remove(monkeypatch)))
+
+
+def test_a_recording_that_fails_is_said_and_the_call_goes_on(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "join", lambda self: self.copy.end() and None)
+    model, twin, run = compiled(FakeCuda(), hardware=WRAPS)
+    sized(model, twin, run, [16], PASSES + 3)
+    log = log_of(model)
+    assert "unjoined work" in log.why_not and log.captures == log.launches == 0
 
 
 def sized(model: nn.Module, twin: nn.Module, run: Any, sizes: Sequence[int], passes: int) -> None:
