@@ -1,7 +1,8 @@
 """Verify: prove, before a program runs, that every reader of a weight sees that weight's bytes.
 
 A cold start and two consecutive steps are checked.  Every step runs the same program, so these two stand for every pair
-of neighbouring steps.  The same holds of a cycle, whose step is a pass over its calls.
+of neighbouring steps.  The same holds of a cycle, whose step is a pass over its calls.  If the plan has joins, they are
+checked in several sequences of eager and captured calls, which stand for all sequences (happens_before.py).
 
 * Slots lie inside the arena, are aligned, and are as large as their weights.
 * Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
@@ -101,7 +102,8 @@ def verify_call(
     """Prove that a program may take the place of a call of a proved cycle: it moves and reads the same weights there.
 
     ``marks``: the marks of the cycle.  ``own_marks``: those with which the program runs.  ``keys``: see check_data_flow.
-    Only the program and the call are unrolled, because the others stay.  Raises FindingError if it may not.
+    Only the program and the call are unrolled, because the others stay, and only as they are issued: the order that this
+    gives them follows from their ops in either form.  Raises FindingError if it may not.
     """
     violations = _check_place(cycle, call, program, marks, own_marks, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
