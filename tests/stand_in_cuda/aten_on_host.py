@@ -184,7 +184,7 @@ class _Kernel:
                 tensor.resize_(meta.shape)
             hosts = tree_map(self._lower, (args, kwargs))
         self._queue.put(device, partial(self._compute, *hosts), tree_flatten(hosts)[0])
-        return written[0] if len(written) == 1 else tuple(written) if metas else None
+        return None if not metas else written[0] if len(written) == 1 else tuple(written)
 
     def _at_once(self, device: torch.device, args: Any, kwargs: Any) -> Any:
         """Compute on the calling thread, once the stream has come to it."""
