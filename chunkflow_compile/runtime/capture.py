@@ -109,5 +109,5 @@ def capture(
         nbytes=max(0, before - device.free()),
     )
     arena.graphs.add(made)
-    log.captures, log.nbytes, log.capture_s = log.captures + 1, made.nbytes, time.monotonic() - begun
+    log.captured(made.nbytes, time.monotonic() - begun)
     return made

@@ -15,11 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import eq
+from statistics import median
 from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.units import size
+from chunkflow_compile.weights.counts import Counts
 
 from .device_base import EVERY, Device
 from .wrapped_calls import tuple_getter
@@ -43,12 +46,13 @@ _KEPT_SECONDS = 64
 class CaptureLog:
     """What is known of a call as a CUDA graph, while its graphs come and go.
 
-    ``why_not``: why it is issued op by op, empty if it is recorded or about to be.  ``passes``: those that were issued op by
-    op before the next recording.  ``captures``: recordings.  ``launches``: of all its graphs.  ``capture_s``: seconds of the
-    newest recording.  ``nbytes``: what its graph took from the device.  ``step_s``: seconds of the newest launches that were
-    timed.
+    ``counts``: of its model.  ``why_not``: why it is issued op by op, empty if it is recorded or about to be.  ``passes``:
+    those that were issued op by op before the next recording.  ``captures``: recordings.  ``launches``: of all its graphs.
+    ``capture_s``: seconds of the newest recording.  ``nbytes``: what its graph took from the device.  ``step_s``: seconds of
+    the newest launches that were timed.
     """
 
+    counts: Counts
     why_not: str = ""
     passes: int = 0
     captures: int = 0
@@ -57,6 +61,29 @@ class CaptureLog:
     nbytes: int = 0
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SECONDS))
     _in_vain: int = 0
+
+    @property
+    def note(self) -> str:
+        """What there is to say, as a sentence without a full stop."""
+        if self.why_not:
+            return f"no CUDA graph: {self.why_not}"
+        if not self.captures:
+            return f"a call is one CUDA graph from call {PASSES + 1} on"
+        times = f", each {median(self.step_s) * 1e3:.1f} ms" if self.step_s else ""
+        return (
+            f"a call is one CUDA graph: recorded in {self.capture_s:.2f} s ({self.captures} so far), {size(self.nbytes)} on the "
+            f"device between calls, {self.launches} launches{times}"
+        )
+
+    def captured(self, nbytes: int, seconds: float) -> None:
+        """A graph was recorded."""
+        self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds
+        self.counts.captures += 1
+        self.counts.capture_s += seconds
+
+    def launched(self) -> None:
+        self.launches += 1
+        self.counts.launches += 1
 
     def refuse(self, error: Exception) -> None:
         """The call cannot be recorded: say so once."""
@@ -124,7 +151,7 @@ class CudaGraph:
             torch._foreach_copy_(self._targets, list(map(_once, self._copied(env))))
         self._device.launch(self.graph)
         self.launches += 1
-        self._log.launches += 1
+        self._log.launched()
         return tuple(
             (output.clone() if isinstance(output, torch.Tensor) else output) if position is None else env[position]
             for output, position in self._outputs

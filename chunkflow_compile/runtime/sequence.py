@@ -84,7 +84,7 @@ class Call:
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
-        self.captures = CaptureLog()
+        self.captures = CaptureLog(self.counts)
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
@@ -101,6 +101,11 @@ class Call:
     def part(self) -> bool:
         """Whether the program is a part of a model, and so runs in turns with others."""
         return self.code.settings.part
+
+    @property
+    def seconds(self) -> list[float]:
+        """What its newest steps took: as one CUDA graph, if it is one."""
+        return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
     def outlived(self) -> bool:
