@@ -12,7 +12,7 @@ from fake_cuda import FakeCuda
 from helpers import Stack, twins
 from torch import nn
 
-from chunkflow_compile import programs, replan, restore
+from chunkflow_compile import explain, programs, replan, restore
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
@@ -28,7 +28,7 @@ def compiled(
     """A model on a GPU, its twin, and the compiled model."""
     model, twin = twins(make)
     chosen = {**EAGER, "arena": options.get("arena") or cuda.arena(), "debug": "poison", **options}
-    if "memory" in options:
+    if {"memory", "policy"} & options.keys():
         chosen.pop("slowdown")
     return model, twin, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen)
 
@@ -127,3 +127,80 @@ def test_each_size_has_its_graph_and_an_arena_keeps_those_used_last(no_grad: Non
     assert arena.graphs.nbytes == 0 and all(g.nodes is None for g in cuda.graphs)
     sized(model, twin, run, sizes[:1], 2)
     assert cuda.graphs[-1].launches == 1, "what a recording needs is loaded already"
+
+
+def without_memory(cuda: FakeCuda) -> None:
+    def capturing(pool: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    cuda.capturing = capturing
+
+
+def without_pinned_memory(cuda: FakeCuda) -> None:
+    def pin(host: torch.Tensor) -> Any:
+        raise OSError("CUDA error 2, out of memory")
+
+    cuda.pin = pin
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "why"),
+    [
+        (without_memory, {}, "OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 MiB"),
+        (without_pinned_memory, {}, "some weights could not be pinned"),
+        (lambda cuda: None, {"policy": "layerwise"}, ""),
+    ],
+)
+def test_a_call_that_cannot_be_a_graph_says_why_and_is_right(
+    spoil: Any, options: Any, why: str, no_grad: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda()
+    spoil(cuda)
+    model, twin, run = compiled(cuda, **options)
+    sized(model, twin, run, [16], PASSES + 3)
+    log = log_of(model)
+    assert log.why_not.startswith(why) and (log.launches == 0) == bool(why)
+    said = [r.getMessage() for r in caplog.records if "is no CUDA graph" in r.getMessage()]
+    assert len(said) == bool(why) and log.note in str(explain(model)).replace("\n", " ")
+    restore(model)
+
+
+def moved(*models: nn.Module) -> None:
+    """A weight that is read in place gets other memory."""
+    for m in models:
+        m.head.bias.data = m.head.bias.detach() + 1
+
+
+def planned_again(model: nn.Module) -> None:
+    replan(model, memory=50_000)
+
+
+def given_memory(model: nn.Module) -> None:
+    """A streamed weight gets other memory on the host."""
+    model.blocks[2].up.weight.data = model.blocks[2].up.weight.detach() * 2
+
+
+def measured_again(model: nn.Module) -> None:
+    programs(model)[0].arena.streams.measure(1)
+
+
+@pytest.mark.parametrize("change", [moved, planned_again, given_memory, measured_again])
+def test_what_a_graph_rests_on_changes(change: Callable[[nn.Module], None], no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, memory=60_000)
+    sized(model, twin, run, [16], PASSES + 8)
+    assert cuda.graphs[0].launches == 8
+    change(model)
+    twin.load_state_dict(model.state_dict())
+    sized(model, twin, run, [16], PASSES + 3)
+    assert cuda.graphs[0].nodes is None and cuda.graphs[1].launches >= 1, "dropped, and recorded again"
+    assert len(cuda.graphs) == 2 and not log_of(model).why_not
+
+
+def test_graphs_that_do_not_last_are_recorded_no_more(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda)
+    for _ in range(6):
+        sized(model, twin, run, [16], PASSES + 1)
+        moved(model, twin)
+    assert "3 graphs were dropped after fewer than 8 calls" in log_of(model).why_not and len(cuda.graphs) == 3
