@@ -25,8 +25,8 @@ SAMPLES = 10
 
 
 class HostTime(NamedTuple):
-    """``seconds``: of the host in a call.  ``waits``: how often its clock stood still; if never, the queue may have been full,
-    and ``seconds`` is an upper bound."""
+    """``seconds``: of the host in a call.  ``waits``: how often its clock stood still; if never, the queue may have been
+    full, and ``seconds`` is an upper bound."""
 
     seconds: float
     waits: int

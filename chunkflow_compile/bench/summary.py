@@ -23,9 +23,10 @@ class BenchRecord:
     ``steps_s``: seconds of a step in each turn, of the rank that was slowest in it.  ``inflation``: how much longer
     collectives took than with all weights resident, 0.05 for 5 %, without the time that one rank waited for another; None
     without a resident arm, or without collectives.
-    ``host_s``: seconds of the host in a call, upper bounds for the arms in ``host_bounds``.  ``copy_rate``: bytes/s while a copy
-    ran.  ``peak_bytes``: peak of the device's allocator, None on the CPU.  ``difference``: largest difference from the outputs
-    of the resident arm, over their largest value.  ``link``: the accuracy of the emulated link on the worst rank.
+    ``host_s``: seconds of the host in a call, upper bounds for the arms in ``host_bounds``.  ``copy_rate``: bytes/s while
+    a copy ran.  ``peak_bytes``: peak of the device's allocator, None on the CPU.  ``difference``: largest difference from
+    the outputs of the resident arm, over their largest value.  ``link``: the accuracy of the emulated link on the worst
+    rank.
     """
 
     record: ComparisonRecord

@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_page import lines
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map_only
@@ -101,10 +102,10 @@ def measured(subjects: Sequence[Subject]) -> Figures:
         for subject in subjects:
             subject.step(number)
 
+    _mark(subjects, sys.maxsize)  # a plan may be made from their times
     for number in range(LEARNING):
         step(number)
-    for program in (p for subject in subjects for p in programs(subject.model)):
-        program.arena.streams.measure(0)  # marks take time
+    _mark(subjects, 0)  # marks take time
     torch.cuda.reset_peak_memory_stats()
     rows = []
     for _ in range(ROWS):
@@ -126,6 +127,11 @@ def measured(subjects: Sequence[Subject]) -> Figures:
         "moved_bytes": _moved(subjects) - before,
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
+
+
+def _mark(subjects: Sequence[Subject], passes: int) -> None:
+    for program in (p for subject in subjects for p in programs(subject.model)):
+        program.arena.streams.measure(passes)
 
 
 def _moved(subjects: Sequence[Subject]) -> int:
@@ -300,10 +306,6 @@ ORDER = (
 )
 
 
-def read(out: Path) -> list[Figures]:
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-
 def add(out: Path, case: str, model: str, **figures: Any) -> None:
     line = json.dumps({"case": case, "model": model, **figures})
     print(line, flush=True)
@@ -319,12 +321,12 @@ def one(case: str, model: str, out: Path, small: bool) -> None:
     add(out, case, model, ended=True)
 
 
-def run_all(out: Path, seconds: float, small: bool) -> int:
+def run_all(out: Path, seconds: float, small: bool, chosen: Sequence[str]) -> int:
     """Each case that has not ended, in a process of its own; 1 if one failed, 3 if time was up."""
     start, status = time.monotonic(), 0
-    done = {(line["case"], line["model"]) for line in read(out) if line.get("ended")}
+    done = {(line["case"], line["model"]) for line in lines(out) if line.get("ended")}
     with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
-        for case, model in (which for which in ORDER if which not in done):
+        for case, model in (which for which in ORDER if which not in done and " ".join(which) in chosen):
             left = seconds - (time.monotonic() - start)
             if left < LEAST:
                 print(f"no time is left for {case}, {model}")
@@ -352,11 +354,16 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=400.0, help="time for all cases (default 400)")
     parser.add_argument("--small", action="store_true", help="small models: shows that each case runs")
+    cases = [" ".join(which) for which in ORDER]
+    parser.add_argument("--cases", default="", metavar="CASE,CASE", help=f"of {', '.join(cases)} (default: all)")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=(FLUX, WAN), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case is None:
-        return run_all(given.out, given.seconds, given.small)
+        chosen = [case for case in given.cases.split(",") if case]
+        if unknown := [case for case in chosen if case not in cases]:
+            parser.error(f"--cases: there is no {', '.join(unknown)}")
+        return run_all(given.out, given.seconds, given.small, chosen or cases)
     try:
         one(given.case, given.model, given.out, given.small)
     except ChunkflowError as error:
