@@ -1,0 +1,376 @@
+"""What users call, on a card: compile, apply, adapters, a cycle of two models, and the first step, cold and warm.
+
+python docs/benchmarks/card_calls.py --out calls.jsonl
+
+FLUX.1-dev and Wan2.2-TI2V-5B at full size, random weights.  Each case is a process of its own, and leaves a line for each
+arm as it ends.  All cases but those of diffusers have one folder of caches, which is empty at first.  A file that exists is
+gone on with.  Outputs are compared, bit for bit, with those of the same compiled model with all weights on the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_page import lines
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map_only
+
+import chunkflow_compile
+from chunkflow_compile import Arena, cycles, programs, replan
+from chunkflow_compile.bench.host import executors_of, host_time
+from chunkflow_compile.bench.peers import pipeline_of
+from chunkflow_compile.bench.subject import first
+from chunkflow_compile.catalog.presets import OutputSizes, preset
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.hardware.stopwatch import Stopwatch
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.report.first_step import first_step_phases
+
+FLUX, WAN = "flux.1-dev", "wan2.2-ti2v-5b"
+SIZES = {FLUX: OutputSizes(height=1024, width=1024), WAN: OutputSizes(height=704, width=1280, frames=33)}
+SMALL = Size(layers=4, singles=4, heads=4, head_dim=64, frames=2, height=8, width=8, text=8)
+# Of the bytes of all weights, that a plan may have on the card; small models have no room for the next block at 6 %.
+SHARES, SMALL_SHARES = (0.82, 0.06), (0.82, 0.6)
+CYCLE_SHARES, SMALL_CYCLE_SHARES = (0.8, 0.2), (0.8, 0.6)
+# What a pipeline gets beside half of its weights.
+ACTIVATIONS, SMALL_ACTIVATIONS = 2 << 30, 4 << 20
+# Steps in a row, with other inputs each; rows; samples of the host; calls until blocks run as a cycle, after each new plan.
+STEPS, ROWS, SAMPLES, LEARNING = 4, 3, 5, 5
+RANK, TARGETS = 16, ("to_q", "to_k", "to_v")
+# Seconds for a process to begin in, and its model to be made.
+LEAST = 40.0
+Figures = dict[str, Any]
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on the card, and the inputs of its steps.  ``options``: of ChunkFlow."""
+
+    name: str
+    model: nn.Module
+    inputs: Sequence[dict[str, Any]]
+    options: dict[str, Any]
+    small: bool
+
+    @property
+    def weights(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+    def step(self, number: int) -> torch.Tensor:
+        return first(self.model(**self.inputs[number % STEPS]))
+
+
+Generate = Callable[[Any, Subject, Sequence[State]], list[torch.Tensor]]
+
+
+def make(name: str, small: bool) -> Subject:
+    """The same weights and inputs in every process."""
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    if small:
+        family = "flux" if name == FLUX else "wan"
+        model, made = small_model(family, SMALL).to(device), [small_inputs(family, SMALL, i) for i in range(STEPS)]
+        inputs = tree_map_only(torch.Tensor, lambda t: t.to(device), made)
+        return Subject(name, model, inputs, {"min_bytes": 4096, "chunk_bytes": 1 << 16, "lowering": "eager"}, small)
+    model, given = preset(name).build(SIZES[name], device)
+    floats = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    inputs = [{**given, **{k: v / (1 + 0.01 * i) for k, v in floats.items()}} for i in range(STEPS)]
+    return Subject(name, model.eval(), inputs, {}, small)
+
+
+def measured(subjects: Sequence[Subject]) -> Figures:
+    """A step calls each of them.  Milliseconds on the card, in rows of ``STEPS``, and of the host; bytes that it moves."""
+
+    def step(number: int) -> None:
+        for subject in subjects:
+            subject.step(number)
+
+    _mark(subjects, sys.maxsize)  # a plan may be made from their times
+    for number in range(LEARNING):
+        step(number)
+    _mark(subjects, 0)  # marks take time
+    torch.cuda.reset_peak_memory_stats()
+    rows = []
+    for _ in range(ROWS):
+        watch = Stopwatch(torch.device("cuda", 0))
+        for number in range(STEPS):
+            step(number)
+        rows.append(1e3 * watch.stop() / STEPS)
+    executors = [e for subject in subjects for e in executors_of(subject.model)]
+    host = [host_time(partial(step, 0), executors, torch.cuda.synchronize) for _ in range(SAMPLES)]
+    host_ms = [1e3 * h.seconds for h in host]
+    before = _moved(subjects)
+    step(0)
+    return {
+        "step_ms": median(rows),
+        "range_ms": [min(rows), max(rows)],
+        "host_ms": median(host_ms),
+        "host_range_ms": [min(host_ms), max(host_ms)],
+        "host_waits": min(h.waits for h in host),
+        "moved_bytes": _moved(subjects) - before,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def _mark(subjects: Sequence[Subject], passes: int) -> None:
+    for program in (p for subject in subjects for p in programs(subject.model)):
+        program.arena.streams.measure(passes)
+
+
+def _moved(subjects: Sequence[Subject]) -> int:
+    placements = [placement_of(subject.model) for subject in subjects]
+    return sum(p.store.counts.moved_bytes for p in placements if p is not None)
+
+
+def outputs(subjects: Sequence[Subject]) -> list[torch.Tensor]:
+    """Of each step, in host memory."""
+    return [subject.step(number).cpu() for number in range(STEPS) for subject in subjects]
+
+
+def equal(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit, and numbers at all."""
+    same = all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    return same and all(bool(a.isfinite().all()) for a in found)
+
+
+def graphs() -> int:
+    """That this process has compiled."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def first_step(subject: Subject, **options: Any) -> Figures:
+    """Compile by kind, and call once: seconds, and what torch's timer of compilations has counted of them."""
+    begin = time.perf_counter()
+    chunkflow_compile.compile(subject.model, device="cuda", **{**subject.options, **options})
+    placed = time.perf_counter()
+    subject.model(**subject.inputs[0])
+    torch.cuda.synchronize()
+    timer = {key: [sum(values)] for key, values in torch._dynamo.utils.compilation_time_metrics.items()}
+    return {
+        "place_s": placed - begin,
+        "compile_s": time.perf_counter() - placed,
+        "phases_s": dict(first_step_phases(timer)),
+        "graphs": graphs(),
+    }
+
+
+def by_kind(name: str, small: bool) -> Iterator[Figures]:
+    """``compile``: with all weights on the card, then other plans of the same compiled blocks."""
+    subject = make(name, small)
+    yield {"arm": "first step", **first_step(subject, policy="resident")}
+    yield {"arm": "resident", **measured([subject])}
+    right = outputs([subject])
+    for share in SMALL_SHARES if small else SHARES:
+        replan(subject.model, memory=int(share * subject.weights))
+        figures = measured([subject])
+        yield {"arm": f"{100 * share:.0f} %", **figures, "equal": equal(outputs([subject]), right), "graphs": graphs()}
+
+
+def second(name: str, small: bool) -> Iterator[Figures]:
+    """The first step in a process that finds the caches of ``compile``; in a rehearsal, the one case that uses Triton."""
+    yield {"arm": "first step", **first_step(make(name, small), policy="resident", lowering="inductor")}
+
+
+def repeated(name: str, small: bool) -> Iterator[Figures]:
+    """The first step of diffusers' ``compile_repeated_blocks``."""
+    subject, begin = make(name, small), time.perf_counter()
+    subject.model.compile_repeated_blocks(fullgraph=True, dynamic=False)  # type: ignore[operator]
+    subject.model(**subject.inputs[0])
+    torch.cuda.synchronize()
+    yield {"arm": "first step", "compile_s": time.perf_counter() - begin}
+
+
+def generations(name: str, small: bool) -> Iterator[Figures]:
+    """``apply``: with all free memory, and with half of the weights."""
+    yield from _applied(name, small, _generation)
+
+
+def adapters(name: str, small: bool) -> Iterator[Figures]:
+    """``apply(adapters=...)``: two LoRA adapters are loaded and swapped, and compile nothing."""
+    yield from _applied(name, small, _swapped, adapters={"rank": RANK, "targets": list(TARGETS)})
+
+
+def _applied(name: str, small: bool, generate: Generate, **options: Any) -> Iterator[Figures]:
+    right = None
+    for arm, half in (("all free memory", False), ("half of the weights", True)):
+        figures, found = _pipeline(make(name, small), generate, half, options)
+        yield {"arm": arm, **figures, **({"equal": equal(found, right)} if right else {})}
+        right = right or found
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _pipeline(
+    subject: Subject, generate: Generate, half: bool, options: Mapping[str, Any]
+) -> tuple[Figures, list[torch.Tensor]]:
+    """A pipeline is applied, measured and removed; figures and outputs."""
+    memory = subject.weights // 2 + (SMALL_ACTIVATIONS if subject.small else ACTIVATIONS) if half else None
+    kept, states = _largest(subject), [_adapter(subject.model, seed) for seed in range(2)]
+    pipe, begin = pipeline_of(subject.model), time.perf_counter()
+    chunkflow_compile.apply(pipe, "cuda", memory=memory, **options, **subject.options)
+    placed = time.perf_counter()
+    _generation(pipe, subject, states)
+    figures = {"place_s": placed - begin, "generation_s": time.perf_counter() - placed, "graphs": graphs()}
+    _generation(pipe, subject, states)  # planned again from what the first has taken
+    figures |= measured([subject])
+    compiled, found = graphs(), generate(pipe, subject, states)
+    figures["compiled_by_adapters"] = graphs() - compiled
+    chunkflow_compile.remove(pipe)
+    return {**figures, "restored": torch.equal(_largest(subject), kept)}, found
+
+
+def _largest(subject: Subject) -> torch.Tensor:
+    """A copy of the largest weight in host memory."""
+    return max(subject.model.parameters(), key=lambda p: p.nbytes).detach().cpu()
+
+
+def _generation(pipe: Any, subject: Subject, _: object) -> list[torch.Tensor]:
+    return [first(output).cpu() for output in pipe(subject.inputs)]
+
+
+def _swapped(pipe: Any, subject: Subject, states: Sequence[State]) -> list[torch.Tensor]:
+    """A generation without an adapter, one with each, and one with the first again."""
+    transformer, found = pipe.transformer, [_generation(pipe, subject, states)]
+    for number, state in enumerate(states):
+        transformer.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=f"a{number}")
+    for number in (0, 1, 0):
+        transformer.set_adapters(f"a{number}")
+        found.append(_generation(pipe, subject, states))
+    without, a, b, again = found
+    if equal(without, a) or equal(a, b) or not equal(a, again):
+        raise AssertionError("adapters change nothing, or leave something when they go")
+    transformer.unload_lora()
+    return [output for outputs in found for output in outputs]
+
+
+def _adapter(model: nn.Module, seed: int) -> State:
+    """Random weights of a LoRA adapter, as its file has them."""
+    rng, state = torch.Generator().manual_seed(seed), State()
+    for name, layer in model.named_modules():
+        if name.endswith(TARGETS) and isinstance(layer, nn.Linear):
+            for part, shape in (("A", (RANK, layer.in_features)), ("B", (layer.out_features, RANK))):
+                weight = 0.1 * torch.randn(shape, generator=rng)
+                state[f"transformer.{name}.lora_{part}.weight"] = weight.to(layer.weight.dtype)
+    return state
+
+
+def cycle(name: str, small: bool) -> Iterator[Figures]:
+    """Two models in one arena, each compiled by kind, in turns: the blocks of both are one cycle."""
+    both, arena = [make(each, small) for each in (name, WAN if name == FLUX else FLUX)], Arena("cuda")
+    for each in both:
+        yield {"arm": f"first step of {each.name}", **first_step(each, policy="resident", arena=arena)}
+    yield {"arm": "resident", **measured(both)}
+    right = outputs(both)
+    for share in SMALL_CYCLE_SHARES if small else CYCLE_SHARES:
+        for again in (False, True):
+            for each in both[:1] if again else both:  # the cycle of both
+                replan(each.model, **({"as_measured": True} if again else {"memory": int(share * each.weights)}))
+            arm, figures = f"{100 * share:.0f} %{', as measured' if again else ''}", measured(both)
+            newest = cycles(both[0].model)[0]
+            calls = {"calls": len(newest.keys), "jumps": newest.jumps}
+            yield {"arm": arm, **figures, **calls, "equal": equal(outputs(both), right)}
+
+
+# The most important first.
+CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
+    "compile": by_kind,
+    "second process": second,
+    "apply": generations,
+    "adapters": adapters,
+    "cycle": cycle,
+    "repeated blocks": repeated,
+    "repeated blocks, second process": repeated,
+}
+ORDER = (
+    *((case, FLUX) for case in ("compile", "second process", "apply", "adapters", "cycle")),
+    *((case, WAN) for case in ("compile", "second process", "apply", "adapters")),
+    *((case, FLUX) for case in ("repeated blocks", "repeated blocks, second process")),
+)
+
+
+def add(out: Path, case: str, model: str, **figures: Any) -> None:
+    line = json.dumps({"case": case, "model": model, **figures})
+    print(line, flush=True)
+    with out.open("a") as file:
+        file.write(line + "\n")
+
+
+def one(case: str, model: str, out: Path, small: bool) -> None:
+    """A case, in this process."""
+    torch.set_grad_enabled(False)
+    for figures in CASES[case](model, small):
+        add(out, case, model, **figures)
+    add(out, case, model, ended=True)
+
+
+def run_all(out: Path, seconds: float, small: bool, chosen: Sequence[str]) -> int:
+    """Each case that has not ended, in a process of its own; 1 if one failed, 3 if time was up."""
+    start, status = time.monotonic(), 0
+    done = {(line["case"], line["model"]) for line in lines(out) if line.get("ended")}
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
+        for case, model in (which for which in ORDER if which not in done and " ".join(which) in chosen):
+            left = seconds - (time.monotonic() - start)
+            if left < LEAST:
+                print(f"no time is left for {case}, {model}")
+                return status or 3
+            cache = theirs if case.startswith("repeated") else ours
+            folders = {
+                "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+                "TRITON_CACHE_DIR": f"{cache}/triton",
+                "TMPDIR": cache,
+            }
+            command = [sys.executable, __file__, "--out", str(out), "--case", case, "--model", model]
+            command += ["--small"] * small
+            try:
+                subprocess.run(command, env={**os.environ, **folders}, check=True, timeout=left)
+            except subprocess.SubprocessError as error:
+                status = 1
+                add(out, case, model, failed=str(error).partition(" died")[0][-300:])
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON lines; cases that have ended there are not run again"
+    )
+    parser.add_argument("--seconds", type=float, default=400.0, help="time for all cases (default 400)")
+    parser.add_argument("--small", action="store_true", help="small models: shows that each case runs")
+    cases = [" ".join(which) for which in ORDER]
+    parser.add_argument("--cases", default="", metavar="CASE,CASE", help=f"of {', '.join(cases)} (default: all)")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=(FLUX, WAN), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case is None:
+        chosen = [case for case in given.cases.split(",") if case]
+        if unknown := [case for case in chosen if case not in cases]:
+            parser.error(f"--cases: there is no {', '.join(unknown)}")
+        return run_all(given.out, given.seconds, given.small, chosen or cases)
+    try:
+        one(given.case, given.model, given.out, given.small)
+    except ChunkflowError as error:
+        add(given.out, given.case, given.model, failed=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
