@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.placement.place import check_goal
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.cuda_graphs import CudaGraphsWanted
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes, whole_number
@@ -106,11 +107,12 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for every region, as in torch._inductor.config."""
 
-    cudagraphs: bool | Literal["auto"] = False
-    """Whether a call is recorded as one CUDA graph, with its copies, and launched as one from its fourth pass on: the host then
-    issues one op a call, and the memory of its activations stays taken between calls.  "auto": only where it is predicted to
-    lose less than 1 % by waiting for all copies at the end of a call.  A call that cannot be recorded is issued op by op, and
-    a warning says why.  mode="reduce-overhead" and "max-autotune" mean True."""
+    cudagraphs: CudaGraphsWanted = False
+    """Whether a call is recorded as one CUDA graph, with its copies, and launched as one from its fourth pass on: the host
+    issues little, and the memory of its activations stays taken between calls.  "auto": only where the host is busy for most
+    of a step, and where waiting for all copies at the end of a call is predicted to cost less than 1 %.  "collectives": with
+    those of several ranks, too; experimental.  A call that cannot be recorded is issued op by op, and a warning says why.
+    mode="reduce-overhead" and "max-autotune" mean True."""
 
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
@@ -132,11 +134,12 @@ class Options:
             ("policy", POLICIES),
             ("lowering", get_args(Lowering)),
             ("yields", get_args(Yield)),
-            ("cudagraphs", (False, True, "auto")),
+            ("cudagraphs", get_args(CudaGraphsWanted)),
         ):
             if getattr(self, name) not in allowed:
+                listed = ", ".join(map(str, allowed))
                 raise ChunkflowError(
-                    f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {', '.join(map(str, allowed))}."
+                    f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {listed}."
                 )
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from conftest import WITHIN
-
 from fake_graphs import FakeGraph, RecordedStream
 
 from chunkflow_compile.runtime.arena import Arena
@@ -61,7 +60,8 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """``copy_s``: least seconds of a copy; ``launched_copy_s``: of one in a graph, by default the same.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
+    """``copy_s``: least seconds of a copy; ``launched_copy_s``: of one in a graph, by default the same.  ``graphs``: those
+    recorded.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
     the ranges that a profiler shows, if one runs: ``in_profiler``.  ``late``: copies begin only while the caller's stream
     waits for some."""
 

@@ -42,6 +42,9 @@ from chunkflow_compile.report.record import check_folder
 
 _log = logging.getLogger(__name__)
 
+# Values of the option cudagraphs with which a whole model is one call.
+_WHOLE = (True, "collectives")
+
 # Dynamo's default is 8, and beyond it a module runs eagerly.  Blocks that count themselves need one compilation each, and
 # torch's own modules are compiled through one function.
 _RECOMPILE_LIMIT = 256
@@ -139,7 +142,7 @@ def compile_by_kind(
     blocks = repeated_blocks(model)
     if options.get("lowering") != "eager":
         warm_up(placement.store.device)
-    if not blocks or options.get("cudagraphs") is True:
+    if not blocks or options.get("cudagraphs") in _WHOLE:
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)

@@ -307,7 +307,9 @@ def _compile_phase(
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
         if not repeated_blocks(model) or options.get("cudagraphs") is True:
-            placement.goal = {"memory": placement.room}  # compiled whole, and its first plan may keep as much as it is given
+            placement.goal = {
+                "memory": placement.room
+            }  # compiled whole, and its first plan may keep as much as it is given
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 

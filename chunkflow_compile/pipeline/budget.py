@@ -249,7 +249,8 @@ class Budget:
         reserved = self._allocator.reserved()
         if reserved is None:
             return
-        takes = max(0, phase.activations - kept_by(self.phases) - phase.arena.graphs.nbytes)  # what graphs hold is reserved
+        held = kept_by(self.phases) + phase.arena.graphs.nbytes  # reserved already
+        takes = max(0, phase.activations - held)
         if phase.goal is not None:
             takes += self._taken(phase, phase.goal) - phase.arena.held
         if phase.goal is None or reserved + takes > self.total:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.weights.groups import group_named, numbers
 from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Binding
@@ -28,10 +30,13 @@ class CannotCaptureError(ChunkflowError):
 _Placed = tuple[int, torch.Tensor]
 
 
-def check_capture(program: Program, cycle: Cycle, binding: Binding) -> None:
-    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are."""
+def check_capture(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> None:
+    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are.  ``collectives``: whether these
+    can."""
     device, calls = binding.arena.streams, len(cycle.calls)
     reason = device.why_not_recorded() or next(_reasons(program), "")
+    if program.problem.collectives and not collectives:
+        reason = 'it has collectives, which cudagraphs="collectives" records too (experimental)'
     if not reason and not cycle.plan.joins:
         reason = "its plan was made without cudagraphs=True"
     if not reason and calls > MOST_GRAPHS:
@@ -44,9 +49,7 @@ def check_capture(program: Program, cycle: Cycle, binding: Binding) -> None:
 
 
 def _reasons(program: Program) -> Iterator[str]:
-    """Why a program cannot be recorded."""
-    if program.problem.collectives:
-        yield "it has collectives"
+    """Why a program cannot be recorded, but for its collectives."""
     graphs = [(name, getattr(program.module, name).graph) for name in program.regions]
     for name, graph in graphs:
         if ops := undeclared(getattr(program.module, name)):
@@ -54,6 +57,46 @@ def _reasons(program: Program) -> Iterator[str]:
         for node in graph.nodes:
             if node.op == "call_function" and node.kwargs.get("generator") is not None:
                 yield f"{node.target} draws from a generator of the caller's"
+
+
+def record(
+    program: Program,
+    regions: Mapping[str, Callable[..., Sequence[Any]]],
+    binding: Binding,
+    poison: bool,
+    cycle: Cycle,
+    env: Sequence[Any],
+    log: CaptureLog,
+) -> CudaGraph | None:
+    """Record a call as :func:`capture`, if it can be; None, with the reason in its log, if not.
+
+    Ranks that meet in the collectives of the call record it together: if one cannot, none does.
+    """
+    graph, why = None, ""
+    try:
+        check_capture(program, cycle, binding, log.wanted == "collectives")
+        graph = capture(program, regions, binding, poison, cycle, env, log)
+    except RuntimeError as error:
+        why = str(error) if isinstance(error, CannotCaptureError) else first_line(error)
+    if log.wanted == "collectives":
+        why = _of_any_rank(program, why)
+    if why and graph is not None:
+        graph.drop(why)
+        graph = None
+    if why:
+        log.refuse(why)
+    return graph
+
+
+def _of_any_rank(program: Program, why: str) -> str:
+    """Why a rank does not record a call, with its number; empty if all do.  ``why``: that of this rank."""
+    groups = (group_named(name) for name in group_names(program.module.graph))
+    for group in {group.ranks: group for group in groups if group is not None}.values():
+        posted = group.posted(group.post("CUDA graph", why), group.timeout.total_seconds())
+        if late := group.missing(posted):
+            return why or f"{numbers(late)} did not record it within {group.timeout.total_seconds():g} s"
+        why = why or next((f"on rank {rank}: {other}" for rank, other in posted.items() if other), "")
+    return why
 
 
 def capture(

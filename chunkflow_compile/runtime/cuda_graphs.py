@@ -4,8 +4,8 @@ A launch stands for all instructions of the call: regions, copies and what order
 the device and in host memory, so bytes that are written there are seen by the next launch.  Other inputs are copied to where
 the graph reads them, and outputs out of its pool of memory, which the next launch overwrites.
 
-At the end of a call, compute waits for all its copies, so no copy of a graph is in flight after it.  Copies outside of graphs,
-for a cold start, a jump or a written weight, are issued before a launch, which waits for them.
+At the end of a call, compute waits for all its copies, so no copy of a graph is in flight after it.  Copies outside of
+graphs, for a cold start, a jump or a written weight, are issued before a launch, which waits for them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.counts import Counts
 
-from .device_base import EVERY, Device
+from .device_base import EVERY, FIRST_STEPS, Device
 from .wrapped_calls import tuple_getter
+
+# Values of the option cudagraphs.
+CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,9 @@ MOST_GRAPHS = 4
 _LEAST_LAUNCHES = 8
 # After so many of those, one after the other, the call is issued op by op for good.
 _MOST_IN_VAIN = 3
+# Share of a step for which the host is busy from which "auto" records it.  Below it the device is the bound, with room for
+# steps that vary.
+_WORTH_A_GRAPH = 0.6
 # Times that are kept of launches, and of passes before them: those of an image or two.
 _KEPT_SECONDS = 64
 
@@ -46,13 +51,15 @@ _KEPT_SECONDS = 64
 class CaptureLog:
     """What is known of a call as a CUDA graph, while its graphs come and go.
 
-    ``counts``: of its model.  ``why_not``: why it is issued op by op, empty if it is recorded or about to be.  ``passes``:
+    ``counts``: of its model.  ``wanted``: the option.  ``why_not``: why it is issued op by op, empty if it is recorded or about to be.  ``passes``:
     those that were issued op by op before the next recording.  ``captures``: recordings.  ``launches``: of all its graphs.
     ``capture_s``: seconds of the newest recording.  ``nbytes``: what its graph took from the device.  ``step_s``: seconds of
-    the newest launches that were timed.
+    the newest launches that were timed.  ``shares``: of the measured steps issued op by op, the part for which the host was
+    busy or waited for room in its queue.
     """
 
     counts: Counts
+    wanted: CudaGraphsWanted = False
     why_not: str = ""
     passes: int = 0
     captures: int = 0
@@ -60,6 +67,7 @@ class CaptureLog:
     capture_s: float = 0.0
     nbytes: int = 0
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SECONDS))
+    shares: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SECONDS))
     _in_vain: int = 0
 
     @property
@@ -71,8 +79,8 @@ class CaptureLog:
             return f"a call is one CUDA graph from call {PASSES + 1} on"
         times = f", each {median(self.step_s) * 1e3:.1f} ms" if self.step_s else ""
         return (
-            f"a call is one CUDA graph: recorded in {self.capture_s:.2f} s ({self.captures} so far), {size(self.nbytes)} on the "
-            f"device between calls, {self.launches} launches{times}"
+            f"a call is one CUDA graph: recorded in {self.capture_s:.2f} s ({self.captures} so far), {size(self.nbytes)} on "
+            f"the device between calls, {self.launches} launches{times}"
         )
 
     def captured(self, nbytes: int, seconds: float) -> None:
@@ -85,18 +93,28 @@ class CaptureLog:
         self.launches += 1
         self.counts.launches += 1
 
-    def refuse(self, error: Exception) -> None:
-        """The call cannot be recorded: say so once."""
-        self.why_not = str(error) if isinstance(error, ChunkflowError) else first_line(error)
-        _log.warning("A call is no CUDA graph, and is issued op by op: %s", self.why_not)
+    @property
+    def due(self) -> bool:
+        """Whether the call is to be recorded now."""
+        if self.wanted != "auto" or self.passes < PASSES:
+            return self.passes >= PASSES
+        if len(self.shares) < FIRST_STEPS // 2:
+            return False
+        if (share := median(self.shares)) < _WORTH_A_GRAPH:
+            self.why_not = f"the host is busy for {share:.0%} of a step only"
+        return not self.why_not
+
+    def refuse(self, why: str) -> None:
+        """The call is not recorded any more: say so once."""
+        self.why_not = why
+        _log.warning("A call is no CUDA graph, and is issued op by op: %s", why)
 
     def dropped(self, launches: int, why: str) -> None:
         """A graph is dropped after so many launches."""
         self.passes, self.nbytes = PASSES - 1, 0
         self._in_vain = self._in_vain + 1 if launches < _LEAST_LAUNCHES else 0
         if self._in_vain >= _MOST_IN_VAIN:
-            reason = f"{_MOST_IN_VAIN} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}"
-            self.refuse(ChunkflowError(reason))
+            self.refuse(f"{_MOST_IN_VAIN} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
 
 
 class CudaGraph:

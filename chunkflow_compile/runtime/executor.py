@@ -37,8 +37,8 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.source import Source
 
 from .arena import Binding
-from .capture import capture, check_capture
-from .cuda_graphs import PASSES, CaptureLog, CudaGraph
+from .capture import record
+from .cuda_graphs import CaptureLog, CudaGraph
 from .instructions import Cost, Issue, OnDevice, Step, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
@@ -144,8 +144,10 @@ class Executor(OnDevice):
             env[-1] = graph.launch(env)
             step.cost.moved = graph.moved_bytes
         else:
+            begin_s = self.device.clock.now()
             for issue in self.instructions:
                 issue(step)
+            step.cost.issue_s = self.device.clock.now() - begin_s
         state.next = self._next
         # not the step: its values would live too long
         over = partial(self._finish, step.cost, state.turns) if graph is None else graph.ended
@@ -162,14 +164,10 @@ class Executor(OnDevice):
                 self.binding.arena.graphs.launched(self._graph)
                 return self._graph
             self._drop_graph("a pass is measured, or an input has another address or layout")
-        if log.passes < PASSES or self.device.measuring or self.wanted:
+        if self.device.measuring or self.wanted or not log.due:
             log.passes += 1
             return None
-        try:
-            check_capture(self.program, self.cycle, self.binding)
-            self._graph = capture(self.program, self.regions, self.binding, self.poison, self.cycle, env, log)
-        except RuntimeError as error:
-            log.refuse(error)
+        self._graph = record(self.program, self.regions, self.binding, self.poison, self.cycle, env, log)
         return self._graph
 
     def _drop_graph(self, why: str) -> None:
@@ -231,6 +229,8 @@ class Executor(OnDevice):
         read_s, read_bytes = self.binding.arena.reader.settle() if self.on_drive else (0.0, 0)
         if not whole or windows is None or self._file is None:
             return
+        if self.captures is not None and end > begin:
+            self.captures.shares.append(cost.issue_s / (end - begin))
         self._file(
             StepMeasurement(
                 step_s=end - begin,

@@ -33,12 +33,13 @@ from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 @dataclass
 class Cost:
     """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied.  ``primed``: bytes
-    copied before a cold step."""
+    copied before a cold step.  ``issue_s``: seconds of the host."""
 
     windows: WindowSeconds | None = None
     primed: int = 0
     collectives: int = 0
     moved: int = 0
+    issue_s: float = 0.0
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Solo(Sequence):
     @property
     def notes(self) -> tuple[str, ...]:
         """For the user, on what was compiled, and on the call as a CUDA graph if it is to be one."""
-        return (*self.code.notes, self.call.captures.note) if self.code.settings.joined else self.code.notes
+        return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
 
     @property
     def executor(self) -> Executor:

@@ -84,7 +84,7 @@ class Call:
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
-        self.captures = CaptureLog(self.counts)
+        self.captures = CaptureLog(self.counts, current.code.cudagraphs)
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
@@ -363,8 +363,7 @@ class Sequence:
             cycle = cycle.at(number, program)
         binding = replace(self._bound(call), marks=marks)
         file = partial(self.times.add, number, call.measured, call.counts)
-        captures = call.captures if call.code.settings.joined else None
-        run, poison = call.code.regions, call.code.poison
+        run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
         return Executor(cycle.calls[number], run, binding, poison, cycle, file, self._versions, captures)
 
     def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
