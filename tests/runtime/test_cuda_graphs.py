@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import OPTIONS, WRAPS
 from fake_cuda import FakeCuda
-from helpers import Stack, twins
+from helpers import Stack, UlyssesStack, twins
 from torch import nn
 
 from chunkflow_compile import explain, programs, replan, restore
+from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
@@ -204,3 +206,44 @@ def test_graphs_that_do_not_last_are_recorded_no_more(no_grad: None) -> None:
         sized(model, twin, run, [16], PASSES + 1)
         moved(model, twin)
     assert "3 graphs were dropped after fewer than 8 calls" in log_of(model).why_not and len(cuda.graphs) == 3
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """One process that stands for two ranks: collectives go through host memory."""
+    join_loopback(2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wanted", [True, "collectives"])
+def test_collectives_are_recorded_if_they_are_asked_for(wanted: Any, two_ranks: None, no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted)
+    for _ in range(PASSES + 4):
+        x = torch.randn(16, 64)
+        assert torch.equal(run(x), twin(x))
+    log = log_of(model)
+    assert programs(model)[0].program.problem.collectives
+    assert log.launches == (4 if wanted == "collectives" else 0)
+    assert ('cudagraphs="collectives"' in log.why_not) == (wanted is True)
+
+
+def with_a_rank_that_cannot(rank: int, one_fails: bool) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    with torch.no_grad():
+        model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs="collectives")
+        if one_fails and rank == 1:
+            without_memory(cuda)
+        for step in range(PASSES + 4):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            assert torch.equal(run(x), twin(x))
+    log = log_of(model)
+    assert log.launches == (0 if one_fails else 4)
+    assert ("OutOfMemoryError" in log.why_not) == one_fails and ("on rank 1: " in log.why_not) == (one_fails and rank == 0)
+    assert all((graph.nodes is None) == one_fails for graph in cuda.graphs)
+
+
+def test_ranks_record_together_or_not_at_all(on_ranks: Callable[..., None]) -> None:
+    on_ranks(with_a_rank_that_cannot, False)
+    on_ranks(with_a_rank_that_cannot, True)
