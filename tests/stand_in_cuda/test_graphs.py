@@ -92,7 +92,7 @@ class Streamed:
 
 @pytest.mark.parametrize("without", ["", "opening 0", "opening 1", "arrival 0", "arrival 3"])
 def test_a_replay_reads_the_bytes_of_then_in_the_order_of_the_events(without: str) -> None:
-    control.settings(pause_us=3000)
+    control.settings(pause_us=8000)
     assert Streamed(without).replays_are_equal() == (not without)
 
 
@@ -276,12 +276,14 @@ def test_an_external_event_is_recorded_and_awaited_at_each_launch() -> None:
         ends.record()
 
     begins, ends = Event(external=True), Event(external=True)
+    begins.record()  # makes it; torch would not wait for it otherwise
     x, side = torch.ones(4, device="cuda"), Stream()
     graph, _ = capture(work)
     torch.cuda.synchronize()
     control.settings(kernel_us=2000)
     for step in range(3):
         with torch.cuda.stream(side):
+            x.fill_(-1)
             x.fill_(step)
             begins.record()
         graph.replay()
