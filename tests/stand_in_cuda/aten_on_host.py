@@ -56,9 +56,9 @@ class _Queue:
         self._captured: dict[int, Callable[[], object]] = {}  # for good: graphs do not say when they are destroyed
 
     def captures(self, device: torch.device) -> bool:
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device).cuda_stream
-            return bool(control.runtime().stand_in_capturing(ctypes.c_void_p(stream)))
+        """Whether what is put becomes nodes of a graph."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return bool(control.runtime().stand_in_capturing(ctypes.c_void_p(stream)))
 
     def put(self, device: torch.device, job: Callable[[], object], operands: list[Any]) -> None:
         """Queue ``job``, which reads and writes ``operands``: views of the memory, which they do not hold."""

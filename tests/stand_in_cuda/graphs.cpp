@@ -118,7 +118,7 @@ cudaError_t add_node(Stream* stream, std::function<Work()> at_launch, const char
   return cudaSuccess;
 }
 
-cudaError_t record(Stream* stream, Point* point) {
+cudaError_t record_point(Stream* stream, Point* point) {
   Lock lock(lock_of_captures());
   Captured capture = capture_of(stream);
   if (!capture || capture->status != cudaStreamCaptureStatusActive) return cudaErrorStreamCaptureInvalidated;
@@ -126,7 +126,7 @@ cudaError_t record(Stream* stream, Point* point) {
   return cudaSuccess;
 }
 
-cudaError_t wait(Stream* stream, bool is_default, const Point& point) {
+cudaError_t wait_for_point(Stream* stream, bool is_default, const Point& point) {
   Lock lock(lock_of_captures());
   Captured own = capture_of(stream);
   cudaStreamCaptureStatus status = point.capture->status;

@@ -96,8 +96,8 @@ class Waiting {
 class Stream;
 Stream* stream_of(cudaStream_t stream);        // of the current device for the default stream
 bool is_default(cudaStream_t stream);
-// Run work in its turn.  In a capture it becomes a node, which each launch of the graph runs.  It counts under the name when it
-// is queued, as "NAME, replayed" when a launch runs it.
+// Run work in its turn.  In a capture it becomes a node, which each launch of the graph runs.  It counts under its name when it
+// is queued, and as "NAME, replayed", or "other nodes, replayed", when a launch runs it.
 cudaError_t push(Stream* stream, Work work, const char* name = nullptr);
 void synchronize(Stream* stream);
 void synchronize_all();
@@ -115,8 +115,8 @@ cudaError_t forbidden_on_device();             // while any stream of the curren
 cudaError_t forbidden_to_thread();             // while some stream is captured, by the modes of the capture and of the thread
 cudaError_t forbidden(const Point& point);     // to an event that was recorded in a capture
 cudaError_t add_node(Stream* stream, std::function<Work()> at_launch, const char* name);
-cudaError_t record(Stream* stream, Point* point);
-cudaError_t wait(Stream* stream, bool is_default, const Point& point);
+cudaError_t record_point(Stream* stream, Point* point);
+cudaError_t wait_for_point(Stream* stream, bool is_default, const Point& point);
 cudaError_t wait_outside(Stream* stream);      // for an event that was recorded outside of the capture
 
 bool on_device(const void* address);

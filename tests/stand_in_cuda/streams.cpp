@@ -240,7 +240,7 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
   if (flags & cudaEventWaitExternal)
     return inside ? fail(add_node(waits, [=] { return waiting_for(awaited); }, nullptr)) : fail(cudaErrorInvalidValue);
   Lock lock(awaited->lock);
-  if (awaited->captured.capture) return fail(wait(waits, is_default(stream), awaited->captured));
+  if (awaited->captured.capture) return fail(wait_for_point(waits, is_default(stream), awaited->captured));
   if (inside) return awaited->made ? fail(wait_outside(waits)) : cudaSuccess;
   lock.unlock();
   return push(waits, waiting_for(awaited));
@@ -272,7 +272,7 @@ EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t st
     return inside ? fail(add_node(marks, [=] { return recording(marked); }, nullptr)) : fail(cudaErrorInvalidValue);
   if (!inside) return push(marks, recording(marked));
   Lock lock(marked->lock);
-  return fail(record(marks, &marked->captured));
+  return fail(record_point(marks, &marked->captured));
 }
 EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
