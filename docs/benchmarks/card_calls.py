@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_card import ready
 from gpu_page import lines
 from torch import nn
 from torch._dynamo.utils import counters
@@ -341,8 +343,9 @@ def run_all(out: Path, seconds: float, small: bool, chosen: Sequence[str]) -> in
             try:
                 subprocess.run(command, env={**os.environ, **folders}, check=True, timeout=left)
             except subprocess.SubprocessError as error:
-                status = 1
-                add(out, case, model, failed=str(error).partition(" died")[0][-300:])
+                status, said = 1, "cut off" if isinstance(error, subprocess.TimeoutExpired) else "its process ended"
+                if "failed" not in (lines(out) or [{}])[-1]:
+                    add(out, case, model, failed=said)
     return status
 
 
@@ -359,14 +362,19 @@ def main() -> int:
     parser.add_argument("--model", choices=(FLUX, WAN), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case is None:
+        try:
+            ready()
+        except ChunkflowError as error:
+            parser.exit(2, f"{error}\n")
         chosen = [case for case in given.cases.split(",") if case]
         if unknown := [case for case in chosen if case not in cases]:
             parser.error(f"--cases: there is no {', '.join(unknown)}")
         return run_all(given.out, given.seconds, given.small, chosen or cases)
     try:
         one(given.case, given.model, given.out, given.small)
-    except ChunkflowError as error:
-        add(given.out, given.case, given.model, failed=str(error))
+    except Exception as error:  # noqa: BLE001  (the line says it)
+        traceback.print_exc()
+        add(given.out, given.case, given.model, failed=str(error) or type(error).__name__)
         return 1
     return 0
 
