@@ -10,14 +10,15 @@ gone on with.  Outputs are compared, bit for bit, with those of the same compile
 from __future__ import annotations
 
 import argparse
-import gc
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_card import ready
 from gpu_page import lines
 from torch import nn
 from torch._dynamo.utils import counters
@@ -75,9 +77,6 @@ class Subject:
 
     def step(self, number: int) -> torch.Tensor:
         return first(self.model(**self.inputs[number % STEPS]))
-
-
-Generate = Callable[[Any, Subject, Sequence[State]], list[torch.Tensor]]
 
 
 def make(name: str, small: bool) -> Subject:
@@ -144,10 +143,16 @@ def outputs(subjects: Sequence[Subject]) -> list[torch.Tensor]:
     return [subject.step(number).cpu() for number in range(STEPS) for subject in subjects]
 
 
+def digest(found: Sequence[torch.Tensor]) -> str:
+    """Of all bits.  Raises AssertionError if some are no numbers."""
+    if not all(bool(output.isfinite().all()) for output in found):
+        raise AssertionError("outputs are not finite")
+    return hashlib.sha256(b"".join(o.contiguous().view(torch.uint8).numpy().tobytes() for o in found)).hexdigest()
+
+
 def equal(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    """Bit for bit, and numbers at all."""
-    same = all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
-    return same and all(bool(a.isfinite().all()) for a in found)
+    """Bit for bit."""
+    return digest(found) == digest(right)
 
 
 def graphs() -> int:
@@ -175,12 +180,11 @@ def by_kind(name: str, small: bool) -> Iterator[Figures]:
     """``compile``: with all weights on the card, then other plans of the same compiled blocks."""
     subject = make(name, small)
     yield {"arm": "first step", **first_step(subject, policy="resident")}
-    yield {"arm": "resident", **measured([subject])}
-    right = outputs([subject])
+    yield {"arm": "resident", **measured([subject]), "digest": digest(outputs([subject]))}
     for share in SMALL_SHARES if small else SHARES:
         replan(subject.model, memory=int(share * subject.weights))
-        figures = measured([subject])
-        yield {"arm": f"{100 * share:.0f} %", **figures, "equal": equal(outputs([subject]), right), "graphs": graphs()}
+        figures = {**measured([subject]), "digest": digest(outputs([subject])), "graphs": graphs()}
+        yield {"arm": f"{100 * share:.0f} %", **figures}
 
 
 def second(name: str, small: bool) -> Iterator[Figures]:
@@ -189,76 +193,70 @@ def second(name: str, small: bool) -> Iterator[Figures]:
 
 
 def repeated(name: str, small: bool) -> Iterator[Figures]:
-    """The first step of diffusers' ``compile_repeated_blocks``."""
+    """Diffusers' ``compile_repeated_blocks``: plain torch.compile by blocks, with all weights on the card."""
     subject, begin = make(name, small), time.perf_counter()
     subject.model.compile_repeated_blocks(fullgraph=True, dynamic=False)  # type: ignore[operator]
     subject.model(**subject.inputs[0])
     torch.cuda.synchronize()
     yield {"arm": "first step", "compile_s": time.perf_counter() - begin}
+    yield {"arm": "resident", **measured([subject])}
 
 
-def generations(name: str, small: bool) -> Iterator[Figures]:
-    """``apply``: with all free memory, and with half of the weights."""
-    yield from _applied(name, small, _generation)
-
-
-def adapters(name: str, small: bool) -> Iterator[Figures]:
-    """``apply(adapters=...)``: two LoRA adapters are loaded and swapped, and compile nothing."""
-    yield from _applied(name, small, _swapped, adapters={"rank": RANK, "targets": list(TARGETS)})
-
-
-def _applied(name: str, small: bool, generate: Generate, **options: Any) -> Iterator[Figures]:
-    right = None
-    for arm, half in (("all free memory", False), ("half of the weights", True)):
-        figures, found = _pipeline(make(name, small), generate, half, options)
-        yield {"arm": arm, **figures, **({"equal": equal(found, right)} if right else {})}
-        right = right or found
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _pipeline(
-    subject: Subject, generate: Generate, half: bool, options: Mapping[str, Any]
-) -> tuple[Figures, list[torch.Tensor]]:
-    """A pipeline is applied, measured and removed; figures and outputs."""
-    memory = subject.weights // 2 + (SMALL_ACTIVATIONS if subject.small else ACTIVATIONS) if half else None
-    kept, states = _largest(subject), [_adapter(subject.model, seed) for seed in range(2)]
-    pipe, begin = pipeline_of(subject.model), time.perf_counter()
-    chunkflow_compile.apply(pipe, "cuda", memory=memory, **options, **subject.options)
+def applied(name: str, small: bool) -> Iterator[Figures]:
+    """``apply``: a pipeline with half of the weights and room for activations."""
+    subject = make(name, small)
+    largest, begin = _largest(subject), time.perf_counter()
+    memory = subject.weights // 2 + (SMALL_ACTIVATIONS if small else ACTIVATIONS)
+    pipe = chunkflow_compile.apply(pipeline_of(subject.model), "cuda", memory=memory, **subject.options)
     placed = time.perf_counter()
-    _generation(pipe, subject, states)
-    figures = {"place_s": placed - begin, "generation_s": time.perf_counter() - placed, "graphs": graphs()}
-    _generation(pipe, subject, states)  # planned again from what the first has taken
+    pipe(subject.inputs)
+    torch.cuda.synchronize()
+    figures = {"place_s": placed - begin, "compile_s": time.perf_counter() - placed, "graphs": graphs()}
+    pipe(subject.inputs)  # planned again from what the first has taken
     figures |= measured([subject])
-    compiled, found = graphs(), generate(pipe, subject, states)
-    figures["compiled_by_adapters"] = graphs() - compiled
+    figures["digest"] = digest([first(output).cpu() for output in pipe(subject.inputs)])
+    begin = time.perf_counter()
     chunkflow_compile.remove(pipe)
-    return {**figures, "restored": torch.equal(_largest(subject), kept)}, found
+    figures["remove_s"] = time.perf_counter() - begin
+    yield {"arm": "half of the weights", **figures, "restored": torch.equal(_largest(subject), largest)}
 
 
 def _largest(subject: Subject) -> torch.Tensor:
-    """A copy of the largest weight in host memory."""
+    """A copy of the largest weight, in host memory."""
     return max(subject.model.parameters(), key=lambda p: p.nbytes).detach().cpu()
 
 
-def _generation(pipe: Any, subject: Subject, _: object) -> list[torch.Tensor]:
-    return [first(output).cpu() for output in pipe(subject.inputs)]
-
-
-def _swapped(pipe: Any, subject: Subject, states: Sequence[State]) -> list[torch.Tensor]:
-    """A generation without an adapter, one with each, and one with the first again."""
-    transformer, found = pipe.transformer, [_generation(pipe, subject, states)]
+def adapters(name: str, small: bool) -> Iterator[Figures]:
+    """``enable_adapters``: two LoRA adapters are loaded and swapped, which compiles nothing, with and without streaming."""
+    subject = make(name, small)
+    model: Any = subject.model
+    states = [_adapter(model, seed) for seed in range(2)]
+    chunkflow_compile.enable_adapters(model, rank=RANK, targets=TARGETS)
+    yield {"arm": "first step", **first_step(subject, policy="resident")}
+    compiled, right = graphs(), list[torch.Tensor]()
     for number, state in enumerate(states):
-        transformer.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=f"a{number}")
-    for number in (0, 1, 0):
-        transformer.set_adapters(f"a{number}")
-        found.append(_generation(pipe, subject, states))
-    without, a, b, again = found
-    if equal(without, a) or equal(a, b) or not equal(a, again):
-        raise AssertionError("adapters change nothing, or leave something when they go")
-    transformer.unload_lora()
-    return [output for outputs in found for output in outputs]
+        model.load_lora_adapter(state, adapter_name=f"a{number}")
+    for share in (None, 0.6):
+        if share is not None:
+            replan(model, memory=int(share * subject.weights))
+        found, seconds = list[list[torch.Tensor]](), list[float]()
+        for adapter in ("a0", "a1", "a0"):
+            model.set_adapters(adapter)
+            begin = time.perf_counter()
+            subject.step(0)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            found.append(outputs([subject]))
+        if equal(found[0], found[1]) or not equal(found[0], found[2]):
+            raise AssertionError("another adapter changes nothing, or leaves something when it goes")
+        together = [output for each in found for output in each]
+        figures = {**measured([subject]), "swap_s": max(seconds), "compiled": graphs() - compiled}
+        right = right or together
+        yield {
+            "arm": "resident" if share is None else f"{100 * share:.0f} %",
+            **figures,
+            "equal": equal(together, right),
+        }
 
 
 def _adapter(model: nn.Module, seed: int) -> State:
@@ -293,16 +291,16 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
 CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
     "compile": by_kind,
     "second process": second,
-    "apply": generations,
+    "apply": applied,
     "adapters": adapters,
     "cycle": cycle,
     "repeated blocks": repeated,
     "repeated blocks, second process": repeated,
 }
 ORDER = (
-    *((case, FLUX) for case in ("compile", "second process", "apply", "adapters", "cycle")),
-    *((case, WAN) for case in ("compile", "second process", "apply", "adapters")),
-    *((case, FLUX) for case in ("repeated blocks", "repeated blocks, second process")),
+    *((case, FLUX) for case in ("compile", "second process", "apply", "adapters", "repeated blocks", "cycle")),
+    *((case, WAN) for case in ("compile", "second process", "apply", "adapters", "repeated blocks")),
+    ("repeated blocks, second process", FLUX),
 )
 
 
@@ -316,7 +314,11 @@ def add(out: Path, case: str, model: str, **figures: Any) -> None:
 def one(case: str, model: str, out: Path, small: bool) -> None:
     """A case, in this process."""
     torch.set_grad_enabled(False)
+    right = next((line["digest"] for line in lines(out) if line["model"] == model and "digest" in line), None)
     for figures in CASES[case](model, small):
+        if "digest" in figures:
+            right = right or figures["digest"]  # of the first plan that was measured, in the process of ``compile``
+            figures["equal"] = figures["digest"] == right
         add(out, case, model, **figures)
     add(out, case, model, ended=True)
 
@@ -342,8 +344,9 @@ def run_all(out: Path, seconds: float, small: bool, chosen: Sequence[str]) -> in
             try:
                 subprocess.run(command, env={**os.environ, **folders}, check=True, timeout=left)
             except subprocess.SubprocessError as error:
-                status = 1
-                add(out, case, model, failed=str(error).partition(" died")[0][-300:])
+                status, said = 1, "cut off" if isinstance(error, subprocess.TimeoutExpired) else "its process ended"
+                if "failed" not in (lines(out) or [{}])[-1]:
+                    add(out, case, model, failed=said)
     return status
 
 
@@ -360,14 +363,19 @@ def main() -> int:
     parser.add_argument("--model", choices=(FLUX, WAN), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case is None:
+        try:
+            ready()
+        except ChunkflowError as error:
+            parser.exit(2, f"{error}\n")
         chosen = [case for case in given.cases.split(",") if case]
         if unknown := [case for case in chosen if case not in cases]:
             parser.error(f"--cases: there is no {', '.join(unknown)}")
         return run_all(given.out, given.seconds, given.small, chosen or cases)
     try:
         one(given.case, given.model, given.out, given.small)
-    except ChunkflowError as error:
-        add(given.out, given.case, given.model, failed=str(error))
+    except Exception as error:  # noqa: BLE001  (the line says it)
+        traceback.print_exc()
+        add(given.out, given.case, given.model, failed=str(error) or type(error).__name__)
         return 1
     return 0
 

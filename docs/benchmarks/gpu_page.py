@@ -49,8 +49,8 @@ CALLS = """\
 ## What users call
 
 Each case is a process of its own. A step is a call of the transformer, the median of rows of four; *first* is the seconds of
-the first call, which compiles, or of the first generation of a pipeline, of four steps. *Equal*: outputs are those of the
-first measured plan of the case, bit for bit."""
+the first call, which compiles, or of the first generation of a pipeline, of four steps. *Equal*: outputs are those with all
+weights on the card, bit for bit; those of a pipeline are compared with those of `compile` in another process."""
 CALLS_HEADERS = ("model", "case", "arm", "step, ms", "host, ms", "moved a step", "peak", "first, s", "equal")
 
 DRY = """\
@@ -117,7 +117,7 @@ def _calls(page: Path) -> Iterator[str]:
             _host(line) if "host_ms" in line else "",
             size(line["moved_bytes"]) if "moved_bytes" in line else "",
             size(line["peak_bytes"]) if "peak_bytes" in line else "",
-            next((f"{line[key]:.1f}" for key in ("compile_s", "generation_s") if key in line), ""),
+            f"{line['compile_s']:.1f}" if "compile_s" in line else "",
             {True: "yes", False: "**no**", None: ""}[line.get("equal")],
         ]
         for line in found
