@@ -15,7 +15,7 @@ EXPORTED void stand_in_enqueue(void* stream, void (*function)(long), long job) {
 }
 EXPORTED int stand_in_capturing(void* stream) { return capturing(stream_of(static_cast<cudaStream_t>(stream))); }
 EXPORTED int stand_in_on_device(const void* address) { return on_device(address); }
-// A launch of Triton: returns whether a capture records it, or took note of the failure.
+// A launch of Triton becomes a node if its stream is captured: returns whether it is, and sets the error.
 EXPORTED int stand_in_launched(void* stream, cudaError_t* error) {
   Stream* queue = stream_of(static_cast<cudaStream_t>(stream));
   if (!capturing(queue)) return 0;
