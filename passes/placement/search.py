@@ -134,9 +134,7 @@ class Planner:
             timeline=timeline,
         )
 
-    def _schedule(
-        self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]
-    ) -> Sequence[ScheduleItem]:
+    def _schedule(self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]) -> Sequence[ScheduleItem]:
         windows = as_windows(self.chunks, placed, self.count)
         ops = transfers(self.problem, windows)
         if hard:

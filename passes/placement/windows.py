@@ -57,7 +57,8 @@ class Link:
 def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = ()) -> Link:
     """The free time of the link in the resident step.  ``joins``: as in a Plan.
 
-    A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not count as free, because it is shorter on a rank that reaches the collective late.
+    A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not
+    count as free, because it is shorter on a rank that reaches the collective late.
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0

@@ -282,7 +282,9 @@ def test_joins_cost_little_as_no_copy_is_planned_across_one(compute: float, shar
     assert join_loss(found, goal, ends=ends) < 0.02
     given = replace(goal, plan=replace(plan, joins=()))
     as_given = join_loss(found, given, ends=ends)
-    assert as_given == pytest.approx(plan.predicted.step_s / Simulator(found, MACHINE, CHUNK).step_under(given.plan) - 1)
+    assert as_given == pytest.approx(
+        plan.predicted.step_s / Simulator(found, MACHINE, CHUNK).step_under(given.plan) - 1
+    )
 
 
 @settings(max_examples=25)
