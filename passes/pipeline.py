@@ -20,6 +20,7 @@ from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest
 from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.cycle import Call, Cycle, ends, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
@@ -105,6 +106,26 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
         timings=settings.timings,
         joins=(tuple(ends) if ends else (len(problem.regions),)) if settings.joined else (),
     )
+
+
+def join_loss(
+    problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None
+) -> float:
+    """By which share of the predicted step without joins the step with joins is longer, with as much memory; 0.01 is 1 %.
+
+    A plan in ``settings`` keeps its windows.  Otherwise each is placed for itself.  Arguments and errors as in make_plan.
+    """
+    joins = (len(problem.regions),) if ends is None else tuple(ends)
+    free = make_plan(problem, replace(settings, joined=False), inside=inside)
+    if settings.plan is not None:
+        simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
+        steps = [simulator.step_under(replace(free, joins=each)) for each in ((), joins)]
+        return steps[1] / steps[0] - 1
+    memory = free.device_bytes + settings.outside if settings.memory is None else settings.memory
+    settings = replace(settings, memory=memory, slowdown=None, joined=True)
+    plan = make_plan(problem, settings, inside=inside, ends=joins)
+    assert free.predicted is not None and plan.predicted is not None
+    return plan.predicted.step_s / free.predicted.step_s - 1
 
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:

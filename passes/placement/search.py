@@ -82,7 +82,7 @@ class Planner:
         streamed = {w.name for w in self.weights}
         self.kept_bytes = outside + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
-        self.link: Link = link_of(self.resident, simulator)
+        self.link: Link = link_of(self.resident, simulator, joins)
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
@@ -124,7 +124,7 @@ class Planner:
     ) -> Candidate:
         """Play any placement of the chunks."""
         hard = hard or self.yields == "hard"
-        timeline = self.simulator.play(self._schedule(placed, hard), spans=False)
+        timeline = self.simulator.play(self._schedule(placed, hard, self.joins), spans=False)
         return Candidate(
             placed=tuple(placed),
             residents=residents,
@@ -134,12 +134,12 @@ class Planner:
             timeline=timeline,
         )
 
-    def _schedule(self, placed: Sequence[int | None], hard: bool) -> Sequence[ScheduleItem]:
+    def _schedule(self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]) -> Sequence[ScheduleItem]:
         windows = as_windows(self.chunks, placed, self.count)
         ops = transfers(self.problem, windows)
         if hard:
             ops = transfers(self.problem, windows, barriers(self.problem, ops))
-        return schedule(self.problem, ops, self.joins)
+        return schedule(self.problem, ops, joins)
 
     @cached_property
     def everything(self) -> Candidate:
@@ -267,7 +267,7 @@ class Planner:
         """Seconds of the step if copies take STRAIN times as long as predicted."""
         key = candidate.placed, candidate.hard
         if key not in self._strained:
-            items = self._schedule(candidate.placed, candidate.hard)
+            items = self._schedule(candidate.placed, candidate.hard, self.joins)
             self._strained[key] = self._slower.play(items, spans=False).step_s
         return self._strained[key]
 
@@ -295,7 +295,7 @@ class Planner:
         least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
         windows = fit(self.chunks, latest(self.chunks, self.link, self.margin), self.count, 2 * least)
         assert windows is not None
-        timeline = self.play(windows).timeline
+        timeline = self.simulator.play(self._schedule(windows, self.yields == "hard", ()), spans=False)
         stalls: dict[int, float] = {}
         for chunk in self.chunks:
             stalls[chunk.first] = stalls.get(chunk.first, 0.0)

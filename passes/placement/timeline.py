@@ -177,7 +177,7 @@ class _Run:
         elif isinstance(item, Join):
             self._join()
         else:
-            self.live -= self.streamed[item.weight]
+            self.live -= self.streamed.get(item.weight, 0)  # nothing, if all of it stays
 
     def _record(self, lane: Lane, name: str, start: float) -> None:
         if self.recording:

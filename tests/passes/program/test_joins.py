@@ -17,7 +17,10 @@ from random_cycles import CycleBench, Drawn, cycles
 from random_programs import Bench, Choices, Spec, choices, examples, specs
 from test_verify import copied
 
+from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.pipeline import Settings, join_loss, make_cycle, stages
 from chunkflow_compile.passes.program.cycle import Call, Cycle, ends, join, write
 from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Op
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
@@ -162,6 +165,24 @@ def test_joins_are_at_the_ends_of_calls() -> None:
     for wrong in ((2 * count,), (2 * count, count), (count,)):
         with pytest.raises(ChunkflowError, match=f"but the calls end after {count}, {2 * count}"):
             write(calls, replace(both, joins=wrong))
+
+
+def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None:
+    machine = replace(load_profile("h100-pcie-x2"), launch_s=1e-3, h2d_bandwidth=2e7)
+    goal = Settings(hardware=machine, chunk_bytes=4096, memory=1 << 16, joined=True)
+    traced = trace(Stack(4), {"x": torch.randn(4, 8)}, 0)
+    *_, stage = stages(traced, goal, verify_each=True)
+    assert stage.program is not None and stage.proof is not None
+    assert stage.program.plan.joins == (len(stage.program.problem.regions),)
+    assert stage.program.plan.moved_bytes > 0
+    cut = cut_of(Stack(4), torch.randn(4, 8))
+    calls = [Call(cut, {w.name: f"{n}.{w.name}" for w in cut.problem.weights}, {}) for n in range(3)]
+    cycle = make_cycle(calls, goal)
+    assert cycle.plan.joins == ends(calls) and cycle.plan.moved_bytes > 0
+    plain = replace(goal, joined=False)
+    assert make_cycle(calls, plain).plan.joins == ()
+    assert str(cycle.calls[0]) == str(write(calls, replace(cycle.plan, joins=())).calls[0]), "the text is the same"
+    assert join_loss(join(calls), plain, inside=True, ends=ends(calls)) < 1
 
 
 def test_a_plan_without_joins_is_stored_as_before() -> None:
