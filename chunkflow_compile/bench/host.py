@@ -1,7 +1,7 @@
 """The host's own work: the seconds that issuing a call takes, without waits for room in the queues of a GPU.
 
 The host waits for the device after every few instructions of our executors and launches of Triton's kernels, and its clock
-stands still then.  Its CPU time would be no measure: by default CUDA polls while a queue is full.
+stands still then.  Its CPU time would be no measure where CUDA polls while a queue is full.
 """
 
 from __future__ import annotations

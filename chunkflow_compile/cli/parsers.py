@@ -203,7 +203,8 @@ arms:
   misjudged             chunkflow, planned as if compute took twice as long and the link were twice as fast
   replanned             misjudged with replan_after=2
   with --device cuda also inductor, inductor-again (the noise), by-kind (chunkflow_compile.compile),
-  diffusers-repeated-blocks, diffusers-group-offload and diffusers-group-offload-compiled, on the same weights
+  diffusers-repeated-blocks, diffusers-group-offload and diffusers-group-offload-compiled, on the same weights;
+  and apply, of a pipeline of this model, last: its budget counts what the others hold
 
 example: chunkflow bench contention --json contention.json --picture contention.png""",
     ),

@@ -33,12 +33,12 @@ The arms take turns, in random order in each round. A turn is a warm-up step, a 
 which *waited*, *collectives* and *copied at* are, and then three steps in a row without marks. The time of a step is a third
 of what passes between an event before these three and one after them: copies for the next step run inside it, as in a
 sampler that calls the model again and again. Inputs are made before, and outputs compared after. *Peak* is what the
-allocator held for the arm in these steps: weights, activations, inputs and outputs. *Host* is the host's
-own work in the call of one more step: after every 50 instructions of a program or launches of Triton's kernels it waits for
-the card, and its clock stands still then, so that it never waits for room in a queue. In a call that has no such place, as
-of a model that is not compiled, it may: *at most*. *Differs by* is the largest difference from the output of `resident` in
-these steps, over the largest value of that output. Of two arms, a ratio is the median over the rounds, with the least and
-the largest.
+allocator held for the arm in these steps: weights, activations, inputs and outputs. *Host* is the host's own work in the
+call of one more step: after every 50 instructions of a program or launches of Triton's kernels it waits for the card, and
+its clock stands still then, so that it never waits for room in a queue. Where it never stood still, as in a model that is
+not compiled, the host may have waited: *at most*. *Differs by* is the largest difference from the output of `resident` in
+these steps, over the largest value of that output. Of two arms, a ratio is the median over the rounds, with the least and the
+largest.
 
 In the loopback cases, one process acts as two ranks, and its all-to-alls go through pinned host memory: by the copy
 engines, or by kernels that write and read it, as NCCL does without peer access. The two may share the link with copies of

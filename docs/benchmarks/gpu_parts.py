@@ -82,7 +82,7 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
         "calls": Part((*calls, *first, "--seconds", str(limit - 20)), 150, _COMPUTE),
         "graphs": Part((*graphs, "--seconds", str(limit - 20)), 120, _COMPUTE),
         "profile": Part(calibrate, 60, _NO_COMPUTE),
-        "more calls": Part((*calls, "--seconds", str(limit - 20)), 100, _COMPUTE),
+        "more-calls": Part((*calls, "--seconds", str(limit - 20)), 100, _COMPUTE),
         "facts": Part(facts, 60, _COMPUTE),
         "wan": Part((*bench, "--cases", wan), 280, _NO_COMPUTE),
         "loopback": Part((*bench, "--cases", loopback), 240, _NO_COMPUTE),

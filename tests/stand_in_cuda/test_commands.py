@@ -77,7 +77,7 @@ def test_the_first_half_hour_on_a_card(tmp_path: Path) -> None:
         "diffusers" in a for a in steps
     )
     assert cases["wan"]["record"]["arms"]["layerwise"]["moved_bytes_per_step"] > 0
-    assert cases["wan"]["record"]["host_bounds"] == ["diffusers-group-offload"], "eager: it has no place to wait"
+    assert "diffusers-group-offload" in cases["wan"]["record"]["host_bounds"], "eager: it has no place to wait"
     lines = [json.loads(line) for line in (moved / "gpu_steps.jsonl").read_text().splitlines()]
     assert sum("case" in line for line in lines) == 4 and sum("seconds" in line for line in lines) >= 6 * len(steps)
 
