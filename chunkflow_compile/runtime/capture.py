@@ -50,11 +50,8 @@ def check_capture(program: Program, cycle: Cycle, binding: Binding, collectives:
 
 def _reasons(program: Program) -> Iterator[str]:
     """Why a program cannot be recorded, but for its collectives."""
-    graphs = [(name, getattr(program.module, name).graph) for name in program.regions]
-    for name, graph in graphs:
-        if ops := undeclared(getattr(program.module, name)):
-            yield f"{ops[0]} may write its inputs, of which a graph has copies: its schema does not say"
-        for node in graph.nodes:
+    for name in program.regions:
+        for node in getattr(program.module, name).graph.nodes:
             if node.op == "call_function" and node.kwargs.get("generator") is not None:
                 yield f"{node.target} draws from a generator of the caller's"
 
@@ -148,6 +145,7 @@ def capture(
         in_place=in_place,
         fixed=fixed,
         outputs=[(output, given.get(id(output))) for output in step.outputs],
+        suspects=[op for name in program.regions for op in undeclared(getattr(program.module, name))],
         moved_bytes=step.cost.moved,
         nbytes=max(0, before - device.free()),
     )

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from chunkflow_compile.units import size
+from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.counts import Counts
 
 from .device_base import EVERY, FIRST_STEPS, Device
@@ -134,12 +135,14 @@ class CudaGraph:
         in_place: Sequence[tuple[int, torch.Tensor]],
         fixed: Sequence[tuple[int, Any]],
         outputs: Sequence[tuple[Any, int | None]],
+        suspects: Sequence[str],
         moved_bytes: int,
         nbytes: int,
     ) -> None:
         """``copied``: positions of the inputs that are copied, and where to.  ``in_place``: positions of the other tensors,
         which are read at their addresses.  ``fixed``: positions of inputs that are no tensors, and their values.
-        ``outputs``: of the recording, each with the position of the input that it is, None if it is none."""
+        ``outputs``: of the recording, each with the position of the input that it is, None if it is none.  ``suspects``: ops
+        whose schemas need not say what they write."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -152,6 +155,7 @@ class CudaGraph:
         self._addresses = [tensor.data_ptr() for _, tensor in in_place]
         self._fixed, self._values = tuple_getter([p for p, _ in fixed]), tuple(value for _, value in fixed)
         self._outputs = list(outputs)
+        self._suspects = suspects
 
     def fits(self, env: Sequence[Any]) -> bool:
         """Whether it can be launched on these inputs: those that it reads in place are where they were."""
@@ -165,15 +169,28 @@ class CudaGraph:
 
     def launch(self, env: Sequence[Any]) -> tuple[Any, ...]:
         """Enqueue the call; return its outputs, which own their memory."""
-        if self._inputs:
-            torch._foreach_copy_(self._targets, list(map(_once, self._copied(env))))
+        given = list(map(_once, self._copied(env)))
+        if given:
+            torch._foreach_copy_(self._targets, given)
         self._device.launch(self.graph)
+        if self._suspects and not self.launches:
+            self._check_written(given)
         self.launches += 1
         self._log.launched()
         return tuple(
             (output.clone() if isinstance(output, torch.Tensor) else output) if position is None else env[position]
             for output, position in self._outputs
         )
+
+    def _check_written(self, given: Sequence[torch.Tensor]) -> None:
+        """After the first launch: give inputs what was written to their copies, and record the call no more if any was."""
+        for target, tensor in zip(self._targets, given, strict=True):
+            if not same_bits(target, tensor):
+                tensor.copy_(target)
+                self._log.refuse(
+                    f"one of {', '.join(self._suspects)} writes an input, of which a graph has a copy: declare it "
+                    "(torch.library.custom_op(..., mutates_args=...))"
+                )
 
     @property
     def timed(self) -> bool:

@@ -157,8 +157,10 @@ class Executor(OnDevice):
 
     def _recorded(self, env: Sequence[Any]) -> CudaGraph | None:
         """The CUDA graph of the call on these inputs, recorded now if it is time; None to issue its instructions."""
-        if (log := self.captures) is None or log.why_not:
+        if (log := self.captures) is None:
             return None
+        if log.why_not:
+            return self._drop_graph(log.why_not)
         if self._graph is not None:
             if not self.device.measuring and not self.wanted and self._graph.fits(env):
                 self.binding.arena.graphs.launched(self._graph)

@@ -78,7 +78,7 @@ class OnDevice:
     """A program on the memory and the streams of a device: what its instructions refer to.
 
     ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
-    ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
+    ``records``: whether the device records the call.  ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class OnDevice:
         self.program = program
         self.regions = regions
         self.cycle = cycle
+        self.records = device is not None
         self.device = device = device or binding.arena.streams
         self.binding = binding
         self.poison = poison
@@ -230,7 +231,7 @@ def _region(on: OnDevice, node: Node, window: int) -> Compute:
     read, values, module = on.program.problem.regions[window].weights, on.binding.values, str(node.target)
     number, take = on.number[node], tuple_getter([on.number[operand] for operand in node.args])
     region = on.regions[module]
-    if ops := undeclared(getattr(on.program.module, module)):
+    if not on.records and (ops := undeclared(getattr(on.program.module, module))):  # one that is recorded was checked
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
     def settled(later: Callable[..., Sequence[Any]]) -> None:

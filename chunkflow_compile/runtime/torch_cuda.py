@@ -97,28 +97,28 @@ class TorchCuda:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     @contextlib.contextmanager
-    def capturing(self, pool: torch.cuda.CUDAGraph | None) -> Iterator[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]:
+    def capturing(self, shares: torch.cuda.CUDAGraph | None) -> Iterator[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]:
         """Record what the context enqueues on the current stream as a CUDA graph: that one and its stream for copies.
 
-        ``pool``: a graph whose pool of memory it shares, None for one of its own.
+        ``shares``: a graph whose pool of memory it shares, None for one of its own.
         Raises RuntimeError if something cannot be recorded.  The streams can be used again then.
         """
         lock, compute, copies = _capture_streams(self._device)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle() if shares is None else shares.pool()
         # a finalizer may free memory of the device, which no capture allows
         collects = gc.isenabled()
         with lock, torch.cuda.device(self._device), torch.cuda.stream(compute):
             gc.disable()
             try:
                 # other threads may use the device meanwhile
-                graph.capture_begin(None if pool is None else pool.pool(), capture_error_mode="thread_local")
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     yield graph, copies
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # it says that the capture is invalid
-                        graph.capture_end()
+                    with contextlib.suppress(RuntimeError):  # what it says is that the capture is invalid
+                        _end_capture(graph, self._device, pool)
                     raise
-                graph.capture_end()
+                _end_capture(graph, self._device, pool)
             finally:
                 if collects:
                     gc.enable()
@@ -145,6 +145,16 @@ def _capture_streams(device: torch.device) -> tuple[threading.Lock, torch.cuda.S
     Nothing ever runs on them.  The nodes of a graph have the priorities of their streams: compute that of the caller's.
     """
     return threading.Lock(), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=_PRIORITY)
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # else torch 2.11 stays in the pool, and gives no memory back any more
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        raise
 
 
 def _keep_for_ever(owner: object) -> None:
