@@ -98,16 +98,17 @@ class Op:
         return f"{self.label} ({turn}{f'step {self.step}' if self.step >= 0 else 'priming'}{form})"
 
 
-class _Clock(NamedTuple):
-    """Where an op is on compute, which is in order: the newest op there that happens ``before`` it and the first that happens
-    ``after`` it, both itself if it is there.  ``copies``: the first of the chunks in whose order it is, itself if it is none.
+class _Clocks(NamedTuple):
+    """Where each op is on compute, which is in order: the newest op there that happens ``before`` it, and the first that
+    happens ``after`` it, both itself if it is there.  ``copies``: the first of the chunks in whose order it is, itself if it
+    is no chunk.
 
     Chunks of two streams are ordered through compute only, and so is a collective, which is in no order of its own.
     """
 
-    before: int
-    after: int
-    copies: int
+    before: list[int]
+    after: list[int]
+    copies: list[int]
 
 
 _TAIL = Op(0, 0, "compute", "tail", "tail of the eager copies")
@@ -145,8 +146,8 @@ class HappensBefore:
         """Whether op ``first`` has finished before op ``then`` begins, however long each op takes."""
         if self.ops[first].stream == "collective":
             return any(end == then or self.ordered(end, then) for end in self.graph.successors(first))
-        one, other = self._clocks[first], self._clocks[then]
-        return first < then and (one.after <= other.before or one.copies == other.copies)
+        before, after, copies = self._clocks
+        return first < then and (after[first] <= before[then] or copies[first] == copies[then])
 
     def _link(self) -> None:
         """Add the edges.  Each leads from an op to one that is issued after it."""
@@ -188,21 +189,19 @@ class HappensBefore:
             for name in op.collectives:
                 self.graph.add_edges_from(((begun, i) for begun in running.pop(name, ())), event="end")
 
-    def _count(self) -> list[_Clock]:
-        """The clock of each op.  The order of issue is topological."""
-        before, copies = list[int](), list[int]()
-        for i, op in enumerate(self.ops):
+    def _count(self) -> _Clocks:
+        """The order of issue is topological."""
+        count = len(self.ops)
+        before, after, copies = list(range(count)), list(range(count)), list(range(count))
+        aside = [i for i, op in enumerate(self.ops) if op.stream != "compute"]
+        for i in aside:
             earlier = list(self.graph.predecessors(i))
-            before.append(i if op.stream == "compute" else max((before[j] for j in earlier), default=-1))
-            copied = (copies[j] for j in earlier if self.ops[j].stream == "copy")
-            copies.append(next(copied, i) if op.stream == "copy" else i)
-        after = [len(self.ops)] * len(self.ops)
-        for i in range(len(self.ops) - 1, -1, -1):
-            if self.ops[i].stream == "compute":
-                after[i] = i
-            else:
-                after[i] = min((after[j] for j in self.graph.successors(i)), default=len(self.ops))
-        return [_Clock(*times) for times in zip(before, after, copies, strict=True)]
+            before[i] = max((before[j] for j in earlier), default=-1)
+            if self.ops[i].stream == "copy":
+                copies[i] = next((copies[j] for j in earlier if self.ops[j].stream == "copy"), i)
+        for i in reversed(aside):
+            after[i] = min((after[j] for j in self.graph.successors(i)), default=count)
+        return _Clocks(before, after, copies)
 
 
 def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool]) -> Iterator[Op]:
