@@ -160,7 +160,8 @@ class Executor(OnDevice):
         if (log := self.captures) is None:
             return None
         if log.why_not:
-            return self._drop_graph(log.why_not)
+            self._drop_graph(log.why_not)
+            return None
         if self._graph is not None:
             if not self.device.measuring and not self.wanted and self._graph.fits(env):
                 self.binding.arena.graphs.launched(self._graph)

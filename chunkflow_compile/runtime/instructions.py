@@ -78,7 +78,8 @@ class OnDevice:
     """A program on the memory and the streams of a device: what its instructions refer to.
 
     ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
-    ``records``: whether the device records the call.  ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
+    ``records``: whether the device records the call.  ``on_drive``: weights that the arena's reader brings from the drive.
+    ``number``: of each node, its place in a step.
     """
 
     def __init__(

@@ -97,7 +97,9 @@ class TorchCuda:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     @contextlib.contextmanager
-    def capturing(self, shares: torch.cuda.CUDAGraph | None) -> Iterator[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]:
+    def capturing(
+        self, shares: torch.cuda.CUDAGraph | None
+    ) -> Iterator[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]:
         """Record what the context enqueues on the current stream as a CUDA graph: that one and its stream for copies.
 
         ``shares``: a graph whose pool of memory it shares, None for one of its own.

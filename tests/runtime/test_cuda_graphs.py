@@ -248,7 +248,9 @@ def with_a_rank_that_cannot(rank: int, one_fails: bool) -> None:
             assert torch.equal(run(x), twin(x))
     log = log_of(model)
     assert log.launches == (0 if one_fails else 4)
-    assert ("OutOfMemoryError" in log.why_not) == one_fails and ("on rank 1: " in log.why_not) == (one_fails and rank == 0)
+    assert ("OutOfMemoryError" in log.why_not) == one_fails and ("on rank 1: " in log.why_not) == (
+        one_fails and rank == 0
+    )
     assert all((graph.nodes is None) == one_fails for graph in cuda.graphs)
 
 

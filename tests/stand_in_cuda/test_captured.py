@@ -13,7 +13,6 @@ from torch import nn
 
 from chunkflow_compile import Arena, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
-from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import PASSES, CaptureLog
@@ -134,7 +133,9 @@ def test_a_launch_is_few_calls_of_the_runtime(share: float) -> None:
         cudagraphs=True,
     )
     for step in range(PASSES + 3):
-        inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in small_inputs("flux", size, step).items()}
+        inputs = {
+            k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in small_inputs("flux", size, step).items()
+        }
         with control.counted() as calls:
             y = run(**inputs)
         torch.cuda.synchronize()
