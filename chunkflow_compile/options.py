@@ -216,7 +216,7 @@ class Options:
             plan=self.given_plan(),
             timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
-            joined=bool(self.cudagraphs),
+            joined="auto" if self.cudagraphs == "auto" else bool(self.cudagraphs),
         )
 
 

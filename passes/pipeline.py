@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
@@ -32,12 +33,17 @@ from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Po
 from .plan import Plan
 from .problem import Problem
 
+# Share of a step that waiting for all copies at the ends of calls may cost where it is not asked for: what a launch of a
+# whole call saves where the host is the bound is many times that.
+MOST_JOIN_LOSS = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of the passes.  Sizes in bytes.  ``group_bytes``: None for the coarsest cut that is as good as the finest.
     ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
-    takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph.
+    takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if
+    that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
@@ -53,7 +59,7 @@ class Settings:
     outside: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
-    joined: bool = False
+    joined: Literal[False, True, "auto"] = False
     disabled: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -128,9 +134,18 @@ def join_loss(
     return plan.predicted.step_s / free.predicted.step_s - 1
 
 
+def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] = ()) -> Settings:
+    """With what ``joined`` leaves open decided.  Arguments as in make_plan."""
+    if not settings.joined or (settings.joined is True and len(ends) < 2):
+        return settings
+    return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
+
+
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
-    plan = make_plan(join(calls), replace(settings, likes=(), part=False), inside=True, ends=ends(calls))
+    problem, settings = join(calls), replace(settings, likes=(), part=False)
+    settings = _decided(problem, settings, inside=True, ends=ends(calls))
+    plan = make_plan(problem, settings, inside=True, ends=ends(calls))
     cycle = write(calls, plan, share="sharing" not in settings.disabled)
     if "verify" not in settings.disabled:
         verify(cycle)
@@ -199,7 +214,7 @@ def stages(
         check_cut(pieces)
     if last == "regions":
         return
-    plan = make_plan(pieces.problem, settings)
+    plan = make_plan(pieces.problem, _decided(pieces.problem, settings))
     yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
     if verify_each:
         check_plan(plan, pieces.problem, settings.memory)

@@ -31,25 +31,29 @@ _Placed = tuple[int, torch.Tensor]
 
 
 def check_capture(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> None:
-    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are.  ``collectives``: whether these
-    can."""
-    device, calls = binding.arena.streams, len(cycle.calls)
-    reason = device.why_not_recorded() or next(_reasons(program), "")
-    if program.problem.collectives and not collectives:
-        reason = 'it has collectives, which cudagraphs="collectives" records too (experimental)'
-    if not reason and not cycle.plan.joins:
-        reason = "its plan was made without cudagraphs=True"
-    if not reason and calls > MOST_GRAPHS:
-        reason = f"it is one of {calls} calls, and an arena has at most {MOST_GRAPHS} graphs: compile the model whole"
-    on_drive = next((name for name, host in binding.hosts.items() if isinstance(host, DriveBytes)), None)
-    if not reason and on_drive is not None:
-        reason = f"{on_drive} is on the drive, and a graph copies from host memory only"
-    if reason:
+    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are.
+
+    ``collectives``: whether those can be.
+    """
+    if (reason := next(_reasons(program, cycle, binding, collectives), None)) is not None:
         raise CannotCaptureError(reason)
 
 
-def _reasons(program: Program) -> Iterator[str]:
-    """Why a program cannot be recorded, but for its collectives."""
+def _reasons(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> Iterator[str]:
+    if reason := binding.arena.streams.why_not_recorded():
+        yield reason
+    if program.problem.collectives and not collectives:
+        yield 'it has collectives, which cudagraphs="collectives" records too (experimental)'
+    if (calls := len(cycle.calls)) > MOST_GRAPHS:
+        yield f"it is one of {calls} calls, and an arena has at most {MOST_GRAPHS} graphs: compile the model whole"
+    if not cycle.plan.joins:
+        yield (
+            "waiting for all copies at the end of each call is predicted to cost 1 % of the step or more, or its plan was "
+            "given and has no joins"
+        )
+    for name, host in binding.hosts.items():
+        if isinstance(host, DriveBytes):
+            yield f"{name} is on the drive, and a graph copies from host memory only"
     for name in program.regions:
         for node in getattr(program.module, name).graph.nodes:
             if node.op == "call_function" and node.kwargs.get("generator") is not None:

@@ -53,9 +53,9 @@ class CaptureLog:
     """What is known of a call as a CUDA graph, while its graphs come and go.
 
     ``counts``: of its model.  ``wanted``: the option.  ``why_not``: why it is issued op by op, empty if it is recorded or
-    about to be.  ``passes``: those that were issued op by op before the next recording.  ``captures``: recordings.  ``launches``: of all its graphs.
-    ``capture_s``: seconds of the newest recording.  ``nbytes``: what its graph took from the device.  ``step_s``: seconds of
-    the newest launches that were timed.  ``shares``: of the measured steps issued op by op, the part for which the host was
+    about to be.  ``passes``: those that were issued op by op before the next recording.  ``captures``: recordings.
+    ``launches``: of all its graphs.  ``capture_s``: seconds of the newest recording.  ``nbytes``: what its graph took from
+    the device.  ``step_s``: seconds of the newest launches that were timed.  ``shares``: of the measured steps issued op by op, the part for which the host was
     busy or waited for room in its queue.
     """
 

@@ -106,7 +106,8 @@ class TorchCuda:
         Raises RuntimeError if something cannot be recorded.  The streams can be used again then.
         """
         lock, compute, copies = _capture_streams(self._device)
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle() if shares is None else shares.pool()
+        graph = _kept_by_children(torch.cuda.CUDAGraph())
+        pool = torch.cuda.graph_pool_handle() if shares is None else shares.pool()
         # a finalizer may free memory of the device, which no capture allows
         collects = gc.isenabled()
         with lock, torch.cuda.device(self._device), torch.cuda.stream(compute):

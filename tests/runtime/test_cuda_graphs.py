@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clocks import OwnClock
 from conftest import OPTIONS, WRAPS
 from fake_cuda import FakeCuda
 from helpers import Stack, UlyssesStack, twins
@@ -16,10 +17,12 @@ from torch import nn
 
 from chunkflow_compile import explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.passes import pipeline
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog
+from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.recorder import Recorder
 
 EAGER = {**OPTIONS, "lowering": "eager", "cudagraphs": True}
@@ -257,3 +260,21 @@ def with_a_rank_that_cannot(rank: int, one_fails: bool) -> None:
 def test_ranks_record_together_or_not_at_all(on_ranks: Callable[..., None]) -> None:
     on_ranks(with_a_rank_that_cannot, False)
     on_ranks(with_a_rank_that_cannot, True)
+
+
+@pytest.mark.parametrize("clock", [None, OwnClock(tick=1e-7).host])
+def test_auto_records_where_the_host_is_the_bound(clock: Any, no_grad: None) -> None:
+    """On the fake GPU the caller's thread computes, so the host is always busy; by its own clock, only while it issues."""
+    cuda = FakeCuda(0.0 if clock is None else 0.004, *(() if clock is None else (clock,)), late=clock is not None)
+    model, twin, run = compiled(cuda, cudagraphs="auto")
+    sized(model, twin, run, [16], FIRST_STEPS + 2)
+    log = log_of(model)
+    assert programs(model)[0].plan.joins and (log.launches > 0) == (clock is None)
+    assert log.why_not == "" if clock is None else "of a step only" in log.why_not
+
+
+def test_auto_joins_no_copies_where_that_costs(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MOST_JOIN_LOSS", -1.0)
+    model, twin, run = compiled(FakeCuda(), cudagraphs="auto")
+    sized(model, twin, run, [16], FIRST_STEPS + 2)
+    assert not programs(model)[0].plan.joins and "predicted to cost 1 %" in log_of(model).why_not
