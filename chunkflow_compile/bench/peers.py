@@ -16,10 +16,22 @@ if TYPE_CHECKING:
 INDUCTOR, INDUCTOR_AGAIN = "inductor", "inductor-again"
 GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
 REPEATED, BY_KIND, APPLY = "diffusers-repeated-blocks", "by-kind", "apply"
+# A step as one CUDA graph: ours with its copies, and torch's with all weights on the device.
+GRAPH, INDUCTOR_GRAPH = "graph", "inductor-graph"
 # The pipeline's budget counts what the other arms hold as activations: made last, it finds them as they stay.
-PEER_ARMS = (INDUCTOR, INDUCTOR_AGAIN, REPEATED, BY_KIND, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED, APPLY)
+PEER_ARMS = (
+    INDUCTOR,
+    INDUCTOR_AGAIN,
+    INDUCTOR_GRAPH,
+    REPEATED,
+    BY_KIND,
+    GRAPH,
+    GROUP_OFFLOAD,
+    GROUP_OFFLOAD_COMPILED,
+    APPLY,
+)
 # Those whose weights lie in host memory.
-OFFLOADED = (BY_KIND, APPLY, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
+OFFLOADED = (BY_KIND, GRAPH, APPLY, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
 # Recompilations that Dynamo allows of one function.  The hooks of group offload are one function for all blocks, and the
 # documentation of diffusers raises the limit to this.
 RECOMPILE_LIMIT = 1000
@@ -40,8 +52,12 @@ def peer_calls(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
         return {"torch.compile": {"fullgraph": True, "dynamic": False}}
     if peer == REPEATED:
         return {"compile_repeated_blocks": {"fullgraph": True, "dynamic": False}}
+    if peer == INDUCTOR_GRAPH:
+        return {"torch.compile": {"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}}
     if peer == BY_KIND:
         return {"chunkflow_compile.compile": {"device": device}}
+    if peer == GRAPH:
+        return {"chunkflow_compile.compile": {"device": device, "cudagraphs": True}}
     if peer == APPLY:
         return {"chunkflow_compile.apply": {"device": device}}
     on_gpu = device == "cuda"
@@ -76,9 +92,9 @@ def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[...
     import chunkflow_compile
 
     calls = dict(peer_calls(peer, device.type))
-    if peer == INDUCTOR:
+    if peer in (INDUCTOR, INDUCTOR_GRAPH):
         return torch.compile(model, **calls["torch.compile"])
-    if peer == BY_KIND:
+    if peer in (BY_KIND, GRAPH):
         return chunkflow_compile.compile(model, **calls["chunkflow_compile.compile"])
     if peer == APPLY:
         pipe = chunkflow_compile.apply(pipeline_of(model), **calls["chunkflow_compile.apply"])

@@ -32,6 +32,7 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
+from chunkflow_compile.runtime.cuda_graphs import PASSES
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
 from chunkflow_compile.runtime.order import Solo
@@ -42,14 +43,15 @@ from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
 from .pace import paced
-from .peers import APPLY, BY_KIND, OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
+from .peers import APPLY, BY_KIND, GRAPH, INDUCTOR_GRAPH, OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
 # Resident steps whose median compute sets the bandwidth of the link.
 COMPUTE_STEPS = 4
-# Calls after which blocks that are compiled by kind run as a cycle; those of a pipeline are planned again after the first.
-CYCLE = {BY_KIND: 3, APPLY: 6}
+# Calls before the first one that counts.  Blocks that are compiled by kind run as a cycle from the third on, those of a
+# pipeline are planned again after the first, and a graph is recorded in the fourth; torch's is in the third.
+CYCLE = {BY_KIND: 3, APPLY: 6, GRAPH: PASSES + 1, INDUCTOR_GRAPH: 3}
 # Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
 CALIBRATION = 3
 # The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
