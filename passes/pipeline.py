@@ -23,7 +23,7 @@ from chunkflow_compile.passes.placement.coarsest import candidates, coarsest
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
-from chunkflow_compile.passes.program.cycle import Call, Cycle, ends, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
@@ -110,7 +110,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
         inside=inside,
         outside=settings.outside,
         timings=settings.timings,
-        joins=(tuple(ends) if ends else (len(problem.regions),)) if settings.joined else (),
+        joins=tuple(ends or (len(problem.regions),)) if settings.joined else (),
     )
 
 
@@ -121,17 +121,17 @@ def join_loss(
 
     A plan in ``settings`` keeps its windows.  Otherwise each is placed for itself.  Arguments and errors as in make_plan.
     """
-    joins = (len(problem.regions),) if ends is None else tuple(ends)
+    joins = tuple(ends or (len(problem.regions),))
     free = make_plan(problem, replace(settings, joined=False), inside=inside)
     if settings.plan is not None:
-        simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
-        steps = [simulator.step_under(replace(free, joins=each)) for each in ((), joins)]
-        return steps[1] / steps[0] - 1
-    memory = free.device_bytes + settings.outside if settings.memory is None else settings.memory
-    settings = replace(settings, memory=memory, slowdown=None, joined=True)
-    plan = make_plan(problem, settings, inside=inside, ends=joins)
-    assert free.predicted is not None and plan.predicted is not None
-    return plan.predicted.step_s / free.predicted.step_s - 1
+        joined = free
+    else:
+        memory = free.device_bytes + settings.outside if settings.memory is None else settings.memory
+        goal = replace(settings, memory=memory, slowdown=None, joined=True)
+        joined = make_plan(problem, goal, inside=inside, ends=joins)
+    simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
+    steps = simulator.step_under(replace(free, joins=())), simulator.step_under(replace(joined, joins=joins))
+    return steps[1] / steps[0] - 1 if steps[0] else 0.0
 
 
 def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] = ()) -> Settings:
@@ -144,8 +144,8 @@ def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
     problem, settings = join(calls), replace(settings, likes=(), part=False)
-    settings = _decided(problem, settings, inside=True, ends=ends(calls))
-    plan = make_plan(problem, settings, inside=True, ends=ends(calls))
+    settings = _decided(problem, settings, inside=True, ends=ends_of(calls))
+    plan = make_plan(problem, settings, inside=True, ends=ends_of(calls))
     cycle = write(calls, plan, share="sharing" not in settings.disabled)
     if "verify" not in settings.disabled:
         verify(cycle)

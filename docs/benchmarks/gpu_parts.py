@@ -60,7 +60,7 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
     bench += ("--seconds", str(limit - 20), *(("--steps", "6") if dry else ()))
-    wan, loopback, flux = ("1", "2,3", "4") if dry else ("1", "7,4", "3")
+    wan, loopback, flux = ("1", "2,3", "4") if dry else ("1", "7,4", "8,3")
     tests = ("-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", *_workers(), "tests/test_gpu.py")
     calibrate = (
         "-m",

@@ -288,7 +288,8 @@ class Planner:
     def _rank(self) -> list[int]:
         """Indices of chunks, in the order in which they become resident.
 
-        Stalls are those of a step in twice the least memory, in which little is fetched ahead.
+        Stalls are those of a step in twice the least memory, in which little is fetched ahead, without joins: what compute
+        waits for there counts for no region.
         """
         if not self.chunks:
             return []

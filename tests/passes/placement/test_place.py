@@ -112,6 +112,10 @@ def test_everything_resident_is_the_resident_policy_exactly(compute: float) -> N
     assert ample.predicted is not None and resident.predicted is not None
     assert ample.predicted.step_s == pytest.approx(resident.predicted.step_s, abs=1e-9)
     assert resident.device_bytes == found.total_bytes and resident.moved_bytes == 0
+    in_the_arena = planned(found, memory=2 * found.total_bytes, inside=True)
+    assert any(None in w.windows for w in in_the_arena.streamed)
+    step_s = Simulator(found, MACHINE, CHUNK).step_under(in_the_arena)
+    assert in_the_arena.predicted is not None and step_s == pytest.approx(in_the_arena.predicted.step_s, abs=1e-9)
 
 
 @pytest.mark.parametrize(("compute", "exchange"), [(8.0, 4.0), (20.0, 2.0), (30.0, 6.0), (60.0, 4.0)])

@@ -21,7 +21,7 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.pipeline import Settings, join_loss, make_cycle, stages
-from chunkflow_compile.passes.program.cycle import Call, Cycle, ends, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
 from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Op
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, check_turns, verify, verify_together
@@ -39,7 +39,7 @@ def stack_program() -> Program:
 
 
 def joined_cycle(found: CycleBench) -> Cycle:
-    return write(found.calls, replace(found.cycle.plan, joins=ends(found.calls)))
+    return write(found.calls, replace(found.cycle.plan, joins=ends_of(found.calls)))
 
 
 def test_a_plan_without_joins_is_proved_as_before() -> None:
@@ -159,9 +159,9 @@ def test_joins_are_at_the_ends_of_calls() -> None:
         with pytest.raises(ChunkflowError, match=rf"joins copies after regions .*, but the calls end after {count}\."):
             rewrite(cut, replace(plan, joins=wrong))
     calls = [Call(cut, {w.name: f"{n}.{w.name}" for w in cut.problem.weights}, {}) for n in range(2)]
-    assert ends(calls) == (count, 2 * count)
+    assert ends_of(calls) == (count, 2 * count)
     both = plan_of(join(calls))
-    verify(write(calls, replace(both, joins=ends(calls))))
+    verify(write(calls, replace(both, joins=ends_of(calls))))
     for wrong in ((2 * count,), (2 * count, count), (count,)):
         with pytest.raises(ChunkflowError, match=f"but the calls end after {count}, {2 * count}"):
             write(calls, replace(both, joins=wrong))
@@ -178,11 +178,11 @@ def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None
     cut = cut_of(Stack(4), torch.randn(4, 8))
     calls = [Call(cut, {w.name: f"{n}.{w.name}" for w in cut.problem.weights}, {}) for n in range(3)]
     cycle = make_cycle(calls, goal)
-    assert cycle.plan.joins == ends(calls) and cycle.plan.moved_bytes > 0
+    assert cycle.plan.joins == ends_of(calls) and cycle.plan.moved_bytes > 0
     plain = replace(goal, joined=False)
     assert make_cycle(calls, plain).plan.joins == ()
     assert str(cycle.calls[0]) == str(write(calls, replace(cycle.plan, joins=())).calls[0]), "the text is the same"
-    assert join_loss(join(calls), plain, inside=True, ends=ends(calls)) < 1
+    assert join_loss(join(calls), plain, inside=True, ends=ends_of(calls)) < 1
 
 
 def test_a_plan_without_joins_is_stored_as_before() -> None:
