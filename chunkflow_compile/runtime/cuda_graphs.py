@@ -55,8 +55,8 @@ class CaptureLog:
     ``counts``: of its model.  ``wanted``: the option.  ``why_not``: why it is issued op by op, empty if it is recorded or
     about to be.  ``passes``: those that were issued op by op before the next recording.  ``captures``: recordings.
     ``launches``: of all its graphs.  ``capture_s``: seconds of the newest recording.  ``nbytes``: what its graph took from
-    the device.  ``step_s``: seconds of the newest launches that were timed.  ``shares``: of the measured steps issued op by op, the part for which the host was
-    busy or waited for room in its queue.
+    the device.  ``step_s``: seconds of the newest launches that were timed.  ``shares``: of the measured steps issued op by
+    op, the part for which the host was busy or waited for room in its queue.
     """
 
     counts: Counts

@@ -1,4 +1,5 @@
-"""What users call, on a card: compile, apply, adapters, a cycle of two models, and the first step, cold and warm.
+"""What users call, on a card: compile, also as one CUDA graph, apply, adapters, a cycle of two models, and the first step,
+cold and warm.
 
 python docs/benchmarks/card_calls.py --out calls.jsonl
 
@@ -106,6 +107,8 @@ def measured(subjects: Sequence[Subject]) -> Figures:
     for number in range(LEARNING):
         step(number)
     _mark(subjects, 0)  # marks take time
+    for number in range(2):  # a call that is one CUDA graph is recorded again
+        step(number)
     torch.cuda.reset_peak_memory_stats()
     rows = []
     for _ in range(ROWS):
@@ -190,6 +193,35 @@ def by_kind(name: str, small: bool) -> Iterator[Figures]:
             continue
         figures = {**measured([subject]), "digest": digest(outputs([subject])), "graphs": graphs()}
         yield {"arm": f"{100 * share:.1f} %", **figures}
+
+
+def graph(name: str, small: bool) -> Iterator[Figures]:
+    """``compile(cudagraphs=True)``: a step is one graph, beside the same program issued op by op, also after a weight was
+    written."""
+    subject = make(name, small)
+    yield {"arm": "first step", **first_step(subject, policy="resident", cudagraphs=True)}
+    for share in (None, *(SMALL_SHARES if small else SHARES)):
+        if share is not None:
+            replan(subject.model, memory=int(share * subject.weights))
+        same = []
+        for _ in range(2):
+            _mark([subject], sys.maxsize)  # measured calls are issued op by op
+            right = outputs([subject])
+            _mark([subject], 0)
+            subject.step(0)
+            same.append(equal(outputs([subject]), right))
+            with torch.no_grad():
+                max(subject.model.parameters(), key=lambda p: p.nbytes).mul_(1.01)
+        log, figures = programs(subject.model)[-1].call.captures, measured([subject])
+        yield {
+            "arm": "resident" if share is None else f"{100 * share:.1f} %",
+            **figures,
+            "equal": all(same),
+            "launches": log.launches,
+            "capture_s": log.capture_s,
+            "graph_bytes": log.nbytes,
+            "why_not": log.why_not,
+        }
 
 
 def second(name: str, small: bool) -> Iterator[Figures]:
@@ -295,6 +327,7 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
 # The most important first.
 CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
     "compile": by_kind,
+    "graph": graph,
     "second process": second,
     "apply": applied,
     "adapters": adapters,
@@ -303,7 +336,7 @@ CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
     "repeated blocks, second process": repeated,
 }
 ORDER = (
-    *((case, FLUX) for case in ("compile", "second process", "apply", "adapters", "repeated blocks", "cycle")),
+    *((case, FLUX) for case in ("compile", "second process", "graph", "apply", "adapters", "repeated blocks", "cycle")),
     *((case, WAN) for case in ("compile", "second process", "apply", "adapters", "repeated blocks")),
     ("repeated blocks, second process", FLUX),
 )
