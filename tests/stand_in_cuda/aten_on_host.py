@@ -10,6 +10,7 @@ In a capture of a graph the computation becomes a node: each launch reads and wr
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -53,6 +54,7 @@ class _Queue:
         runtime.stand_in_enqueue.argtypes = (ctypes.c_void_p, _JOB, ctypes.c_long)
         runtime.stand_in_enqueue.restype = None
         self._enqueue = runtime.stand_in_enqueue
+        atexit.register(runtime.cudaDeviceSynchronize)  # a kernel that runs while Python ends would end the process
         self._captured: dict[int, Callable[[], object]] = {}  # for good: graphs do not say when they are destroyed
 
     def captures(self, device: torch.device) -> bool:
