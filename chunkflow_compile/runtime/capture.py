@@ -40,6 +40,9 @@ def check_capture(program: Program, cycle: Cycle, binding: Binding, collectives:
 
 
 def _reasons(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> Iterator[str]:
+    for name, host in binding.hosts.items():
+        if isinstance(host, DriveBytes):
+            yield f"{name} is on the drive, and a graph copies from host memory only"
     if reason := binding.arena.streams.why_not_recorded():
         yield reason
     if program.problem.collectives and not collectives:
@@ -51,13 +54,6 @@ def _reasons(program: Program, cycle: Cycle, binding: Binding, collectives: bool
             "waiting for all copies at the end of each call is predicted to cost 1 % of the step or more, or its plan was "
             "given and has no joins"
         )
-    for name, host in binding.hosts.items():
-        if isinstance(host, DriveBytes):
-            yield f"{name} is on the drive, and a graph copies from host memory only"
-    for name in program.regions:
-        for node in getattr(program.module, name).graph.nodes:
-            if node.op == "call_function" and node.kwargs.get("generator") is not None:
-                yield f"{node.target} draws from a generator of the caller's"
 
 
 def record(

@@ -16,8 +16,8 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.progress import planning
 
 from .arena import Arena
-from .cuda_graphs import MOST_GRAPHS
 from .codes import bare
+from .cuda_graphs import MOST_GRAPHS
 from .sequence import Call, CallKey, Sequence
 
 # Calls of the longest cycle: 128 blocks of two models, twice a step.

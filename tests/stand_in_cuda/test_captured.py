@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapters import Library
+from diffusers import FluxTransformer2DModel
 from helpers import Stack
 from test_gpu import MIB, streamed
 from torch import nn
 
-from chunkflow_compile import Arena, programs, replan, restore
+from chunkflow_compile import Arena, compile, enable_adapters, offload, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
@@ -133,17 +136,18 @@ def test_a_launch_is_few_calls_of_the_runtime(share: float) -> None:
         cudagraphs=True,
     )
     for step in range(PASSES + 3):
-        inputs = {
-            k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in small_inputs("flux", size, step).items()
-        }
+        inputs = on_cuda(small_inputs("flux", size, step))
         with control.counted() as calls:
             y = run(**inputs)
         torch.cuda.synchronize()
         assert torch.equal(y[0], right(**inputs)[0])
     log, plan = log_of(model), programs(model)[0].plan
     issued = {name: n for name, n in calls.items() if name.startswith("cuda") and name not in READS}
-    print(share, calls)
     assert log.launches == 3 and plan.moved_bytes > 0 and sum(issued.values()) <= 20 and issued["cudaGraphLaunch"] == 1
+
+
+def on_cuda(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
 # Calls that ask the calling thread for its state, and enqueue nothing.
@@ -201,3 +205,36 @@ def test_what_cannot_be_recorded_is_said_and_right(op: Any, other: Any, why: str
     log = log_of(model)
     assert why in log.why_not and log.launches == ("writes an input" in why)
     restore(model)
+
+
+def test_adapters_are_swapped_between_launches() -> None:
+    size = Size(layers=2, singles=2, heads=4, head_dim=32, frames=2, height=8, width=8, text=8)
+    model, twin = small_model("flux", size).cuda(), small_model("flux", size).cuda()
+    states = [Library(twin).adapter(seed, 4, ("to_q", "to_v")) for seed in range(2)]
+    enable_adapters(model, rank=4, targets=("to_q", "to_v"))
+    compile(model, device="cuda", min_bytes=2048, lowering="eager", cudagraphs=True)
+    with torch.no_grad():
+        for number, state in enumerate(states):
+            for m in (model, twin):
+                m.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=f"a{number}")
+        for step in range(3 * (PASSES + 3)):
+            for m in (model, twin):
+                m.set_adapters(f"a{step // 4 % 2}")
+            inputs = on_cuda(small_inputs("flux", size, step))
+            assert torch.allclose(model(**inputs)[0], twin(**inputs)[0], rtol=0, atol=1e-5)
+    log = log_of(model)
+    assert log.launches > 8 and not log.why_not
+
+
+def test_weights_on_the_drive(tmp_path: Path) -> None:
+    size = Size(layers=4, singles=4, heads=4, head_dim=32, frames=2, height=8, width=8, text=8)
+    small_model("flux", size).save_pretrained(tmp_path)
+    model, twin = (FluxTransformer2DModel.from_pretrained(tmp_path).eval() for _ in range(2))
+    offload(model, "cuda", min_bytes=4096, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
+    compile(model, memory="3MiB", chunk_bytes=1 << 12, lowering="eager", cudagraphs=True)
+    twin.cuda()
+    with torch.no_grad():
+        for step in range(PASSES + 3):
+            inputs = on_cuda(small_inputs("flux", size, step))
+            assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+    assert "is on the drive, and a graph copies from host memory only" in log_of(model).why_not
