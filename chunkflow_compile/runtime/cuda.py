@@ -82,6 +82,8 @@ class CudaDevice(Device):
             self._launched.synchronize()  # the copies of a graph are on no stream of ours
 
     def why_not_recorded(self) -> str:
+        if torch.version.hip is not None:
+            return "ROCm runs the copies and the kernels of a graph one after the other"
         staged = isinstance(self.copy, StagedCopies)
         return "some weights could not be pinned, and a thread of the host brings their bytes" if staged else ""
 
