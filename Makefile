@@ -106,7 +106,8 @@ bench-gpu: OUT ?= docs/benchmarks/gpu.md
 bench-gpu: $(EXISTS)
 	$(FROM_SOURCE) $(PY) docs/benchmarks/gpu.py --out $(OUT) --seconds $(SECONDS) --cases "$(CASES)" $(MORE)
 
-# The first half hour on a card, in parts of at most nine minutes: its facts, the tests, its profile, Wan, loopback, FLUX.
+# The first half hour on a card, in parts of at most nine minutes: the tests, what users call, whether a step can be one graph,
+# its profile, its facts, Wan, loopback, FLUX.
 # Called again, it goes on with the parts that have not passed.  PARTS=facts,tests runs some; MORE="--seconds 580" ends in
 # time; DRY=1 rehearses every part on the stand-in.
 ifdef DRY

@@ -27,6 +27,7 @@ from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.placement.place import check_goal
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.cuda_graphs import CudaGraphsWanted
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes, whole_number
@@ -106,6 +107,13 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for every region, as in torch._inductor.config."""
 
+    cudagraphs: CudaGraphsWanted = False
+    """Whether a call is recorded as one CUDA graph, with its copies, and launched as one from its fourth pass on: the host
+    issues little, and the memory of its activations stays taken between calls.  "auto": only where the host is busy for most
+    of a step, and where waiting for all copies at the end of a call is predicted to cost less than 1 %.  "collectives": with
+    those of several ranks, too; experimental.  A call that cannot be recorded is issued op by op, and a warning says why.
+    mode="reduce-overhead" and "max-autotune" mean True."""
+
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
@@ -126,10 +134,12 @@ class Options:
             ("policy", POLICIES),
             ("lowering", get_args(Lowering)),
             ("yields", get_args(Yield)),
+            ("cudagraphs", get_args(CudaGraphsWanted)),
         ):
             if getattr(self, name) not in allowed:
+                listed = ", ".join(map(str, allowed))
                 raise ChunkflowError(
-                    f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
+                    f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {listed}."
                 )
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":
@@ -206,6 +216,7 @@ class Options:
             plan=self.given_plan(),
             timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
+            joined="auto" if self.cudagraphs == "auto" else bool(self.cudagraphs),
         )
 
 
@@ -255,12 +266,21 @@ def parse_options(
     own_inductor = given.pop("inductor", None) or {}
     if not isinstance(own_inductor, Mapping):
         raise ChunkflowError(f"Option inductor={own_inductor!r} must be a dict of settings of Inductor.")
-    inductor = {**_mode_options(mode), **own_inductor}
+    of_mode = _mode_options(mode)
+    if of_mode.pop("triton.cudagraphs", False):
+        given.setdefault("cudagraphs", True)
+    inductor = {**of_mode, **own_inductor}
     _check_inductor(inductor)
     for field_name, name in ALIASES.items():
         if name in given:
             given[field_name] = given.pop(name)
     return Options(**given, inductor=inductor)
+
+
+def for_backend(options: Mapping[str, Any], chosen: Options) -> dict[str, Any]:
+    """The options of a function of ours, for the backend, which gets no mode.  ``chosen``: the same, parsed with the mode."""
+    of_mode = {"inductor": chosen.inductor, "cudagraphs": chosen.cudagraphs}
+    return {**options, **{name: value for name, value in of_mode.items() if value}}
 
 
 def _check_settings() -> None:
@@ -288,8 +308,8 @@ def _check_inductor(inductor: Mapping[str, Any]) -> None:
             raise ChunkflowError(f"Unknown Inductor option {key!r} in options['inductor']; did you mean {close[0]!r}?")
     if inductor.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs):
         raise ChunkflowError(
-            "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed "
-            "weights; use mode 'max-autotune-no-cudagraphs' or leave triton.cudagraphs off."
+            "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed weights: "
+            "leave triton.cudagraphs off, and set the option cudagraphs=True, which records the whole call."
         )
     if inductor.get("freezing", torch._inductor.config.freezing):
         raise ChunkflowError(

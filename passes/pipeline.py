@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
@@ -20,8 +21,9 @@ from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest
 from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
-from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
@@ -31,12 +33,18 @@ from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Po
 from .plan import Plan
 from .problem import Problem
 
+# Share of a step that waiting for all copies at the ends of calls may cost where it is not asked for: what a launch of a
+# whole call saves where the host is the bound is many times that.
+MOST_JOIN_LOSS = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of the passes.  Sizes in bytes.  ``group_bytes``: None for the coarsest cut that is as good as the finest.
     ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
-    takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if
+    that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
+    ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -51,6 +59,7 @@ class Settings:
     outside: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
+    joined: Literal[False, True, "auto"] = False
     disabled: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -80,8 +89,8 @@ def check_disabled(names: Iterable[str]) -> None:
             )
 
 
-def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> Plan:
-    """The plan of ``settings``, or one placed for its goal.  ``inside``: see place.
+def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None) -> Plan:
+    """The plan of ``settings``, or one placed for its goal.  ``inside``: see place.  ``ends``: see Plan.check_problem.
 
     Raises ChunkflowError if no plan meets the goal.
     """
@@ -101,12 +110,42 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
         inside=inside,
         outside=settings.outside,
         timings=settings.timings,
+        joins=tuple(ends or (len(problem.regions),)) if settings.joined else (),
     )
+
+
+def join_loss(
+    problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None
+) -> float:
+    """By which share of the predicted step without joins the step with joins is longer, with as much memory; 0.01 is 1 %.
+
+    A plan in ``settings`` keeps its windows.  Otherwise each is placed for itself.  Arguments and errors as in make_plan.
+    """
+    joins = tuple(ends or (len(problem.regions),))
+    free = make_plan(problem, replace(settings, joined=False), inside=inside)
+    if settings.plan is not None:
+        joined = free
+    else:
+        memory = free.device_bytes + settings.outside if settings.memory is None else settings.memory
+        goal = replace(settings, memory=memory, slowdown=None, joined=True)
+        joined = make_plan(problem, goal, inside=inside, ends=joins)
+    simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
+    steps = simulator.step_under(replace(free, joins=())), simulator.step_under(replace(joined, joins=joins))
+    return steps[1] / steps[0] - 1 if steps[0] else 0.0
+
+
+def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] = ()) -> Settings:
+    """With what ``joined`` leaves open decided.  Arguments as in make_plan."""
+    if not settings.joined or (settings.joined is True and len(ends) < 2):
+        return settings
+    return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
 
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
-    plan = make_plan(join(calls), replace(settings, likes=(), part=False), inside=True)
+    problem, settings = join(calls), replace(settings, likes=(), part=False)
+    settings = _decided(problem, settings, inside=True, ends=ends_of(calls))
+    plan = make_plan(problem, settings, inside=True, ends=ends_of(calls))
     cycle = write(calls, plan, share="sharing" not in settings.disabled)
     if "verify" not in settings.disabled:
         verify(cycle)
@@ -128,8 +167,8 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
         finest,
         traced.repeats,
         settings.memory,
-        lambda problem, *, memory: make_plan(
-            problem, replace(settings, memory=memory, part=False), inside=traced.repeats is not None
+        lambda problem, *, memory, ends=None: make_plan(
+            problem, replace(settings, memory=memory, part=False), inside=traced.repeats is not None, ends=ends
         ),
     )
     if len(groups) == len(finest.regions):
@@ -175,7 +214,7 @@ def stages(
         check_cut(pieces)
     if last == "regions":
         return
-    plan = make_plan(pieces.problem, settings)
+    plan = make_plan(pieces.problem, _decided(pieces.problem, settings))
     yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
     if verify_each:
         check_plan(plan, pieces.problem, settings.memory)

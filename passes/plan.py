@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
@@ -98,13 +98,14 @@ class RegionLabel(NamedTuple):
     what: str
 
 
-Lane = Literal["compute", "collective", "copy", "read", "stall", "barrier"]
+Lane = Literal["compute", "collective", "copy", "read", "stall", "barrier", "join"]
 
 
 class Span(NamedTuple):
     """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy or read may start earlier.
 
-    In ``stall`` compute waits for the weight ``name`` before its reader, in ``barrier`` before a collective.
+    In ``stall`` compute waits for the weight ``name`` before its reader, in ``barrier`` before a collective.  In ``join`` it
+    waits for all copies at the end of a call.
     """
 
     lane: Lane
@@ -139,7 +140,8 @@ class Plan:
     """The placement of all weights.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: size of a full chunk.
 
     ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.  ``regions``: label of
-    each region; window k opens before region k.
+    each region; window k opens before region k.  ``joins``: the numbers of regions after which compute waits for all copies
+    issued so far, one for the end of each call, so that a call can be one CUDA graph; none if copies may run on.
     """
 
     policy: str
@@ -151,6 +153,7 @@ class Plan:
     weights: tuple[WeightPlan, ...]
     barriers: tuple[Barrier, ...] = ()
     predicted: Prediction | None = None
+    joins: tuple[int, ...] = ()
 
     @property
     def streamed(self) -> tuple[WeightPlan, ...]:
@@ -160,7 +163,7 @@ class Plan:
     def placement(self) -> object:
         """The decisions alone, without reasons, labels and predictions."""
         where = tuple((w.name, w.home, w.offset, w.windows) for w in self.weights)
-        return self.chunk_bytes, self.arena_bytes, self.policy, where, self.barriers
+        return self.chunk_bytes, self.arena_bytes, self.policy, where, self.barriers, self.joins
 
     @property
     def device_bytes(self) -> int:
@@ -196,8 +199,11 @@ class Plan:
         begin, stop = self.span(weight, first, end)
         return stop - begin
 
-    def check_problem(self, problem: Problem) -> None:
-        """Raise ChunkflowError if the plan was made for another model, size, degree or cut."""
+    def check_problem(self, problem: Problem, ends: Sequence[int] | None = None) -> None:
+        """Raise ChunkflowError if the plan was made for another model, size, degree or cut, or joins other calls.
+
+        ``ends``: the numbers of regions at which the calls of the problem end; None for one call.
+        """
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}
             odd = sorted(ours ^ theirs)
@@ -206,14 +212,28 @@ class Plan:
                 f"The plan was made for problem {self.problem}, this model is {problem.digest}{hint}. "
                 "Make the plan again for this model."
             )
+        ends = (len(problem.regions),) if ends is None else tuple(ends)
+        if self.joins not in ((), ends):
+            raise ChunkflowError(
+                f"The plan joins copies after regions {_listed(self.joins)}, but the calls end after {_listed(ends)}. "
+                "Make the plan again for these calls."
+            )
 
     def to_json(self) -> str:
-        body = {"schema": SCHEMA, **asdict(self)}
+        body = self._body
         return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True) + "\n"
 
     @cached_property
     def digest(self) -> str:
-        return _digest({"schema": SCHEMA, **asdict(self)})
+        return _digest(self._body)
+
+    @property
+    def _body(self) -> dict[str, Any]:
+        """What is stored.  A plan without joins has the bytes and the digest that it had before there were any."""
+        body = {"schema": SCHEMA, **asdict(self)}
+        if not self.joins:
+            del body["joins"]
+        return body
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -236,7 +256,7 @@ class Plan:
         if body["predicted"] is not None:
             spans = tuple(Span(*s) for s in body["predicted"]["spans"])
             body["predicted"] = Prediction(**{**body["predicted"], "spans": spans})
-        return Plan(**body)
+        return Plan(**{**body, "joins": tuple(body.get("joins", ()))})
 
 
 def span_name(weight: str, first: int, end: int) -> str:
@@ -249,6 +269,10 @@ def span_chunks(span: str) -> tuple[str, int, int]:
     name, _, chunks = span.rpartition("[")
     first, _, end = chunks.removesuffix("]").partition(":")
     return name, int(first), int(end)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _digest(body: Mapping[str, Any]) -> str:

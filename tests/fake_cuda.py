@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from conftest import WITHIN
+from fake_graphs import FakeGraph, RecordedStream
 
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
@@ -20,7 +21,7 @@ from chunkflow_compile.weights.bytes import copy_host_bytes
 
 
 class FakeStream:
-    def __init__(self, cuda: FakeCuda, stream: CallingStream | ThreadStream) -> None:
+    def __init__(self, cuda: FakeCuda, stream: CallingStream | ThreadStream | RecordedStream) -> None:
         self.cuda = cuda
         self.stream = stream
         self.awaited: list[FakeEvent] = []
@@ -59,29 +60,56 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """``copy_s``: least seconds of a copy.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
+    """``copy_s``: least seconds of a copy; ``launched_copy_s``: of one in a graph, by default the same.  ``graphs``: those
+    recorded.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
     the ranges that a profiler shows, if one runs: ``in_profiler``.  ``late``: copies begin only while the caller's stream
     waits for some."""
 
-    def __init__(self, copy_s: float = 0.0, clock: HostClock = MONOTONIC, late: bool = False) -> None:
+    def __init__(
+        self,
+        copy_s: float = 0.0,
+        clock: HostClock = MONOTONIC,
+        late: bool = False,
+        launched_copy_s: float | None = None,
+    ) -> None:
         self.copy_s = copy_s
+        self.launched_copy_s = copy_s if launched_copy_s is None else launched_copy_s
         self.clock = clock
         self.late = late
         self._waiting = threading.Event()
-        self.engine = Engine(("copy",), clock=clock)
+        self.engine = Engine(("copy", "copies of graphs"), clock=clock)
         weakref.finalize(self, self.engine.end)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []
         self.in_profiler = True
+        self.graphs: list[FakeGraph] = []
         self.callers = self._current = FakeStream(self, CallingStream(clock))
+        self._recorded: FakeStream | None = None
 
     def stream(self) -> FakeStream:
         self.calls["stream"] += 1
         return FakeStream(self, self.engine.streams["copy"])
 
     def current(self) -> FakeStream:
-        return self.callers
+        return self._recorded or self.callers
+
+    def free(self) -> int:
+        self.calls["free"] += 1
+        return -1000 * sum(graph.nodes is not None for graph in self.graphs)
+
+    @contextlib.contextmanager
+    def capturing(self, pool: FakeGraph | None) -> Iterator[tuple[FakeGraph, FakeStream]]:
+        assert pool is None or pool.pool()
+        graph = FakeGraph(self.engine.bell, self.callers.stream)
+        compute, copies = graph.lanes(self.engine.streams["copies of graphs"])
+        self._recorded = FakeStream(self, compute)
+        try:
+            with graph.recorded(compute, copies):
+                yield graph, FakeStream(self, copies)
+        finally:
+            self._recorded = None
+        self.graphs.append(graph)
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -130,10 +158,11 @@ class FakeCuda:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.calls["copy"] += 1
+        seconds = self.copy_s if self._recorded is None else self.launched_copy_s
 
         def work() -> None:
             assert not self.late or self._waiting.wait(WITHIN)
-            self.clock.sleep(self.copy_s)
+            self.clock.sleep(seconds)
             copy_host_bytes(target, source)
 
         assert self._current is not self.callers, "copies have a stream of their own"

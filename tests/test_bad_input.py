@@ -148,7 +148,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda _: explain("x"), r"This str is not applied: call chunkflow_compile.apply\(pipe\) first"),
     (lambda _: admit("x"), r"This str is not applied"),
     (lambda _: apply("x"), r"apply takes a diffusers pipeline, not str"),
-    (by_kind(mode="reduce-overhead"), r"use mode 'max-autotune-no-cudagraphs'"),
+    (by_kind(cudagraphs="always"), r"Option cudagraphs='always' is unknown; use one of False, True, auto"),
     (by_kind(mode="fast"), r"Unknown mode 'fast'"),
     (by_kind(dynamic="yes"), r"dynamic='yes' must be True"),
     (by_kind(options={"memory": "1GiB"}), r"options is an argument of torch.compile"),

@@ -97,15 +97,17 @@ def job_of(regime: Regime, steps: int, **other: Any) -> Job:
 class ArmRun:
     """The steps of one arm on one rank.
 
-    ``settings``: the calls that make the arm.  ``steps_s``: seconds of a step in each turn.  ``host_s``: seconds until a call
-    returned, in each turn.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, with their inputs and
-    outputs and without the bytes of other arms; None on the CPU.  ``difference``: largest difference from the outputs of
-    the resident arm, over their largest value; None without that arm.  ``program``: None for a peer.
+    ``settings``: the calls that make the arm.  ``steps_s``: seconds of a step in each turn.  ``host_s``: seconds of the
+    host in a call.  ``host_waits``: how often its clock stood still in one, at least; if never, ``host_s`` are upper
+    bounds.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, with their inputs and outputs and
+    without the bytes of other arms; None on the CPU.  ``difference``: largest difference from the outputs of the
+    resident arm, over their largest value; None without that arm.  ``program``: None for a peer.
     """
 
     settings: str
     steps_s: tuple[float, ...]
     host_s: tuple[float, ...]
+    host_waits: int
     peak_bytes: int | None
     difference: float | None
     program: ProgramRun | None

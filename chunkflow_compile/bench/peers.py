@@ -1,8 +1,9 @@
-"""Models of their own with the same weights: plain torch.compile, by kind, diffusers' repeated blocks and group offload."""
+"""Models of their own with the same weights: plain torch.compile, by kind, a pipeline, diffusers' repeated blocks and group
+offload."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -14,10 +15,23 @@ if TYPE_CHECKING:
 # The second is the first, measured as an arm of its own: how far the two differ is the noise of a page.
 INDUCTOR, INDUCTOR_AGAIN = "inductor", "inductor-again"
 GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
-REPEATED, BY_KIND = "diffusers-repeated-blocks", "by-kind"
-PEER_ARMS = (INDUCTOR, INDUCTOR_AGAIN, REPEATED, BY_KIND, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
+REPEATED, BY_KIND, APPLY = "diffusers-repeated-blocks", "by-kind", "apply"
+# A step as one CUDA graph: ours with its copies, and torch's with all weights on the device.
+GRAPH, INDUCTOR_GRAPH = "graph", "inductor-graph"
+# The pipeline's budget counts what the other arms hold as activations: made last, it finds them as they stay.
+PEER_ARMS = (
+    INDUCTOR,
+    INDUCTOR_AGAIN,
+    INDUCTOR_GRAPH,
+    REPEATED,
+    BY_KIND,
+    GRAPH,
+    GROUP_OFFLOAD,
+    GROUP_OFFLOAD_COMPILED,
+    APPLY,
+)
 # Those whose weights lie in host memory.
-OFFLOADED = (BY_KIND, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
+OFFLOADED = (BY_KIND, GRAPH, APPLY, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
 # Recompilations that Dynamo allows of one function.  The hooks of group offload are one function for all blocks, and the
 # documentation of diffusers raises the limit to this.
 RECOMPILE_LIMIT = 1000
@@ -38,8 +52,14 @@ def peer_calls(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
         return {"torch.compile": {"fullgraph": True, "dynamic": False}}
     if peer == REPEATED:
         return {"compile_repeated_blocks": {"fullgraph": True, "dynamic": False}}
+    if peer == INDUCTOR_GRAPH:
+        return {"torch.compile": {"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}}
     if peer == BY_KIND:
         return {"chunkflow_compile.compile": {"device": device}}
+    if peer == GRAPH:
+        return {"chunkflow_compile.compile": {"device": device, "cudagraphs": True}}
+    if peer == APPLY:
+        return {"chunkflow_compile.apply": {"device": device}}
     on_gpu = device == "cuda"
     calls: dict[str, dict[str, Any]] = {
         "enable_group_offload": {
@@ -72,10 +92,13 @@ def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[...
     import chunkflow_compile
 
     calls = dict(peer_calls(peer, device.type))
-    if peer == INDUCTOR:
+    if peer in (INDUCTOR, INDUCTOR_GRAPH):
         return torch.compile(model, **calls["torch.compile"])
-    if peer == BY_KIND:
+    if peer in (BY_KIND, GRAPH):
         return chunkflow_compile.compile(model, **calls["chunkflow_compile.compile"])
+    if peer == APPLY:
+        pipe = chunkflow_compile.apply(pipeline_of(model), **calls["chunkflow_compile.apply"])
+        return lambda **inputs: pipe.transformer(**inputs)  # a step of a generation; what begins one is no part of it
     if not all(hasattr(model, name) for name in calls if "." not in name):
         raise ChunkflowError(f"--arms {peer}: {type(model).__name__} is not a model of diffusers. Leave this arm out.")
     limits = calls.pop("torch._dynamo.config.patch", {})
@@ -89,3 +112,19 @@ def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[...
             return model(**inputs)
 
     return call
+
+
+def pipeline_of(transformer: nn.Module) -> Any:
+    """A pipeline of diffusers with no other component."""
+    from diffusers import DiffusionPipeline
+
+    class OneModel(DiffusionPipeline):  # type: ignore[misc]
+        def __init__(self, transformer: nn.Module) -> None:
+            super().__init__()
+            self.register_modules(transformer=transformer)
+
+        def __call__(self, steps: Sequence[Mapping[str, Any]]) -> list[Any]:
+            """A step for each element, the keyword arguments of the transformer."""
+            return [self.transformer(**inputs) for inputs in steps]
+
+    return OneModel(transformer)

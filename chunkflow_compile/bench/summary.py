@@ -23,9 +23,10 @@ class BenchRecord:
     ``steps_s``: seconds of a step in each turn, of the rank that was slowest in it.  ``inflation``: how much longer
     collectives took than with all weights resident, 0.05 for 5 %, without the time that one rank waited for another; None
     without a resident arm, or without collectives.
-    ``host_s``: seconds until a call returned.  ``copy_rate``: bytes/s while a copy ran.  ``peak_bytes``: peak of the
-    device's allocator, None on the CPU.  ``difference``: largest difference from the outputs of the resident arm, over
-    their largest value.  ``link``: the accuracy of the emulated link on the worst rank.
+    ``host_s``: seconds of the host in a call, upper bounds for the arms in ``host_bounds``.  ``copy_rate``: bytes/s while
+    a copy ran.  ``peak_bytes``: peak of the device's allocator, None on the CPU.  ``difference``: largest difference from
+    the outputs of the resident arm, over their largest value.  ``link``: the accuracy of the emulated link on the worst
+    rank.
     """
 
     record: ComparisonRecord
@@ -34,6 +35,7 @@ class BenchRecord:
     steps_s: Mapping[str, tuple[float, ...]]
     inflation: Mapping[str, float | None]
     host_s: Mapping[str, float]
+    host_bounds: tuple[str, ...]
     copy_rate: Mapping[str, float | None]
     peak_bytes: Mapping[str, int | None]
     difference: Mapping[str, float | None]
@@ -69,6 +71,10 @@ class BenchRecord:
         """The step time of ``arm`` divided by that of ``base``, in each round."""
         return [a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True)]
 
+    def host(self, arm: str) -> str:
+        """The host's own work in a call of an arm."""
+        return f"{'at most ' if arm in self.host_bounds else ''}{seconds(self.host_s[arm])}"
+
     def to_json(self) -> str:
         body = {name: value for name, value in asdict(self).items() if name not in ("record", "inflation")}
         record = self.record.body
@@ -102,6 +108,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
         },
         inflation={name: _collective_seconds(runs) / base - 1 if base else None for name, runs in programs.items()},
         host_s={name: max(median(r.host_s) for r in arm) for name, arm in arms.items()},
+        host_bounds=tuple(name for name, arm in arms.items() if not min(r.host_waits for r in arm)),
         copy_rate={name: _copy_rate(runs) for name, runs in programs.items()},
         peak_bytes={name: arm[0].peak_bytes for name, arm in arms.items()},
         difference={name: arm[0].difference for name, arm in arms.items()},
@@ -146,7 +153,7 @@ def bench_table(record: BenchRecord) -> str:
         columns["collectives inflated"] = {n: _percent(x) for n, x in record.inflation.items()}
     if any(peak is not None for peak in record.peak_bytes.values()):
         columns["peak"] = {n: size(peak) for n, peak in record.peak_bytes.items()}
-        columns["host"] = {n: seconds(s) for n, s in record.host_s.items()}
+        columns["host"] = {n: record.host(n) for n in record.host_s}
         columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in record.copy_rate.items()}
         columns["differs by"] = {
             n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in record.difference.items()

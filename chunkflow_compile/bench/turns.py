@@ -32,24 +32,26 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
+from chunkflow_compile.runtime.cuda_graphs import PASSES
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
 from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
-from .host import SAMPLES, executors_of, host_seconds
+from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
 from .pace import paced
-from .peers import BY_KIND, OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
+from .peers import APPLY, BY_KIND, GRAPH, INDUCTOR_GRAPH, OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
 # Resident steps whose median compute sets the bandwidth of the link.
 COMPUTE_STEPS = 4
-# Calls after which the blocks of a model that is compiled by kind run as a cycle.
-CYCLE = 3
+# Calls before the first one that counts.  Blocks that are compiled by kind run as a cycle from the third on, those of a
+# pipeline are planned again after the first, and a graph is recorded in the fourth; torch's is in the third.
+CYCLE = {BY_KIND: 3, APPLY: 6, GRAPH: PASSES + 1, INDUCTOR_GRAPH: 3}
 # Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
 CALIBRATION = 3
 # The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
@@ -90,7 +92,7 @@ class RunningArm:
     code: Code | None = None
     peer: Peer | None = None
     steps_s: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
+    host: list[HostTime] = field(default_factory=list)
     peak_bytes: int | None = None
     measurements: list[StepMeasurement] = field(default_factory=list)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -216,7 +218,7 @@ class Turns:
         on_host = name in OFFLOADED
         model = build_on_host(self.job, self.model.state_dict()) if on_host else build(self.job, self.device)[0]
         call = make_peer(name, model, self.device)
-        for _ in range(CYCLE if name == BY_KIND else 1):
+        for _ in range(CYCLE.get(name, 1)):
             call(**self.inputs(0))
         for program in programs(model):
             program.arena.streams.measure(0)
@@ -320,10 +322,11 @@ class Turns:
         if self.device.type == "cuda":
             arm.peak_bytes = max(torch.cuda.max_memory_allocated(self.device) - foreign, arm.peak_bytes or 0)
             torch.cuda.current_stream(self.device).synchronize()
-        host = self._host_seconds(arm, partial(call, **before)) if apart else [seconds]
+        host = self._host_times(arm, partial(call, **before)) if apart else [HostTime(seconds, 0)]
         arm.steps_s.append(seconds)
-        arm.host_s += host
-        self._tell(arm=arm.name, step=steps[0], steps=len(steps), seconds=seconds, host=median(host))
+        arm.host += host
+        figures = {"seconds": seconds, "host": median(h.seconds for h in host), "waits": min(h.waits for h in host)}
+        self._tell(arm=arm.name, step=steps[0], steps=len(steps), **figures)
         arm.outputs |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
         if arm.code is not None:
@@ -331,11 +334,11 @@ class Turns:
             arm.measurements += program.measurements[-(1 if apart else len(steps)) :]
             arm.code = program.call.current.code
 
-    def _host_seconds(self, arm: RunningArm, call: Callable[[], Any]) -> list[float]:
-        """Seconds that calls of an arm take the host.  What is no executor's waits in the queues of the device."""
+    def _host_times(self, arm: RunningArm, call: Callable[[], Any]) -> list[HostTime]:
+        """What calls of an arm take the host."""
         executors = [self._newest.executor] if arm.peer is None else executors_of(arm.peer.model)
         wait = partial(torch.cuda.synchronize, self.device)
-        return [host_seconds(call, executors, wait) for _ in range(SAMPLES)]
+        return [host_time(call, executors, wait) for _ in range(SAMPLES)]
 
     def _tell(self, **figures: Any) -> None:
         """Add a line to the log."""
@@ -364,7 +367,8 @@ class Turns:
         return ArmRun(
             settings=arm.settings,
             steps_s=tuple(arm.steps_s),
-            host_s=tuple(arm.host_s),
+            host_s=tuple(h.seconds for h in arm.host),
+            host_waits=min(h.waits for h in arm.host),
             peak_bytes=arm.peak_bytes,
             difference=max(off) if off else None,
             program=None if arm.code is None else self._program(arm.code, arm.measurements, timings),

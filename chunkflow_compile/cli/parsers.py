@@ -202,8 +202,10 @@ arms:
   layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others layerwise
   misjudged             chunkflow, planned as if compute took twice as long and the link were twice as fast
   replanned             misjudged with replan_after=2
-  with --device cuda also inductor, inductor-again (the noise), by-kind (chunkflow_compile.compile),
-  diffusers-repeated-blocks, diffusers-group-offload and diffusers-group-offload-compiled, on the same weights
+  with --device cuda also inductor, inductor-again (the noise), inductor-graph (reduce-overhead), by-kind
+  (chunkflow_compile.compile), graph (the same with cudagraphs=True), diffusers-repeated-blocks,
+  diffusers-group-offload and diffusers-group-offload-compiled, on the same weights;
+  and apply, of a pipeline of this model, last: its budget counts what the others hold
 
 example: chunkflow bench contention --json contention.json --picture contention.png""",
     ),

@@ -255,6 +255,7 @@ class _Compiler:
             folder=folder,
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
+            cudagraphs=chosen.cudagraphs,
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_room_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
         )

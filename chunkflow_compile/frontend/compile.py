@@ -33,7 +33,7 @@ from chunkflow_compile.frontend.block_kinds import (
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks
 from chunkflow_compile.lowering.warm_up import warm_up
-from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.options import Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import offload
@@ -41,6 +41,9 @@ from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.report.record import check_folder
 
 _log = logging.getLogger(__name__)
+
+# Values of the option cudagraphs with which a whole model is one call.
+_WHOLE = (True, "collectives")
 
 # Dynamo's default is 8, and beyond it a module runs eagerly.  Blocks that count themselves need one compilation each, and
 # torch's own modules are compiled through one function.
@@ -62,10 +65,10 @@ def compile(
 
     Each kind of repeated block and each other part with large weights is compiled once, at the first call.  Their calls
     run as a cycle: what the whole model would do as one program, without the time to trace every block.  A model
-    without repeated blocks is compiled whole.
+    without repeated blocks is compiled whole, and so is one with ``cudagraphs=True``.
 
     ``device``, ``dtype``, ``share``, ``host_memory``: see :func:`offload`; a model that is placed already stays as it is.
-    ``mode``: as in torch.compile, such as "max-autotune-no-cudagraphs".  ``dynamic``: as there; by default, sizes that change
+    ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
     are left open from the second compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
     """
@@ -77,12 +80,11 @@ def compile(
             "given, or call chunkflow_compile.restore(model) first."
         )
     chosen = check_options(options, mode, compile)
-    given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
     if placement_of(model) is None:
         offload(model, device, min_bytes=chosen.min_bytes, dtype=dtype, share=share, host_memory=host_memory)
     placement = placement_of(model)
     assert placement is not None
-    compile_by_kind(model, placement, given, dynamic)
+    compile_by_kind(model, placement, for_backend(options, chosen), dynamic)
     return model
 
 
@@ -129,7 +131,8 @@ def compile_by_kind(
     name: str | None = None,
     levels: bool = False,
 ) -> None:
-    """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks.
+    """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks, or if a
+    call is to be one CUDA graph.
 
     ``options``: those of the backend.  ``dynamic``: as in torch.compile.  ``name``: of the model, where compilations are
     shown; by default its class.  ``levels``: whether its blocks have several sizes within one call, as those of a VAE's
@@ -139,8 +142,9 @@ def compile_by_kind(
     blocks = repeated_blocks(model)
     if options.get("lowering") != "eager":
         warm_up(placement.store.device)
-    if not blocks:
-        _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
+    if not blocks or options.get("cudagraphs") in _WHOLE:
+        why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
+        _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
         placement.progress = CompileProgress(name, 1)
         _show_progress(model, placement.progress)

@@ -18,7 +18,7 @@ from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.compile import check_dynamic, check_options, compile_by_kind
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options
+from chunkflow_compile.options import Options, for_backend
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
 from chunkflow_compile.pipeline.components import (
@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 # Components whose steps a ControlNet takes part in.
 _DENOISERS = ("transformer", "unet")
+# Components that run in every step.
+_STEPPED = (*ADAPTED, "controlnet")
 # Options that a budget decides for each component.
 _PLANNED = {"arena", "slowdown", "plan", "policy"}
 
@@ -186,7 +188,7 @@ def _add(
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
     for name, model in models.items():
         check_cast(name, model, cast[name])
-    given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
+    given = for_backend(options, chosen)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     if room is not None:
         room = max(0, room - budget.host_bytes)
@@ -302,8 +304,12 @@ def _compile_phase(
         )
         placement.store.warned = True
     else:
-        if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
-            placement.goal = {"memory": placement.room}
+        if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
+            options = {**options, "cudagraphs": False}
+        if not repeated_blocks(model) or options.get("cudagraphs") is True:
+            placement.goal = {
+                "memory": placement.room
+            }  # compiled whole, and its first plan may keep as much as it is given
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 

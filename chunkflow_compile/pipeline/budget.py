@@ -192,9 +192,11 @@ class Budget:
         """The phases whose weights live in the arena of this one, itself included."""
         return [other for other in self.phases if other.arena is phase.arena]
 
-    def _held_by_others(self, phase: Phase) -> int:
-        """Bytes that the other arenas hold."""
-        return sum(arena.held for arena in {p.arena for p in self.phases} - {phase.arena})
+    def _held_by_others(self, phase: Phase, graphs: bool = False) -> int:
+        """Bytes that the other arenas hold.  ``graphs``: with those of their CUDA graphs, which the allocator does not count
+        as allocated."""
+        others = {p.arena for p in self.phases} - {phase.arena}
+        return sum(arena.held + (arena.graphs.nbytes if graphs else 0) for arena in others)
 
     def _vacate(self, phases: Iterable[Phase]) -> None:
         """Free the arenas of ``phases``, and give their memory back to the device."""
@@ -228,9 +230,9 @@ class Budget:
         if phase.goal is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.goal, nbytes)
         for other in self._last:
-            if self._held_by_others(phase) <= room:
+            if self._held_by_others(phase, graphs=True) <= room:
                 break
-            if other.arena is not phase.arena and other.arena.held:
+            if other.arena is not phase.arena and (other.arena.held or other.arena.graphs.nbytes):
                 self._vacate([other])
 
     def _taken(self, phase: Phase, goal: int, nbytes: int = 0) -> int:
@@ -247,7 +249,8 @@ class Budget:
         reserved = self._allocator.reserved()
         if reserved is None:
             return
-        takes = phase.activations - kept_by(self.phases)
+        held = kept_by(self.phases) + phase.arena.graphs.nbytes  # reserved already
+        takes = max(0, phase.activations - held)
         if phase.goal is not None:
             takes += self._taken(phase, phase.goal) - phase.arena.held
         if phase.goal is None or reserved + takes > self.total:
@@ -284,7 +287,9 @@ class Budget:
             if phase.goal is None:
                 phase.activations = kept_by(self.phases)
         elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
-            phase.learn(max(0, peak - after - others), steady=held == after)
+            # activations of a graph are in its pool, which it holds between calls too
+            pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
+            phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
             replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit

@@ -35,11 +35,15 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "chunkflow_fetched_bytes": ("Bytes of weights copied for ops outside programs", lambda c: c.fetched_bytes),
     "chunkflow_cold_starts": ("Calls that first fetched what a warm one finds", lambda c: c.cold_starts),
     "chunkflow_off_cycle_calls": ("Calls out of the order that was planned", lambda c: c.off_cycle),
+    "chunkflow_graph_launches": ("Calls that were launched as one CUDA graph", lambda c: c.launches),
+    "chunkflow_graph_captures": ("CUDA graphs that were recorded", lambda c: c.captures),
+    "chunkflow_graph_capture_seconds": ("Time of recording CUDA graphs", lambda c: c.capture_s),
     "chunkflow_programs": ("Programs made: first calls, new sizes, other plans", lambda c: c.programs),
 }
 _CALL = "chunkflow_call_seconds", "Time of the measured calls"
 _GAUGES = {
     "chunkflow_device_bytes": "Bytes on the device: the arena, shared by models with one name, and resident weights",
+    "chunkflow_graph_bytes": "Bytes on the device that CUDA graphs hold, their activations included, between calls too",
     "chunkflow_pinned_bytes": "Bytes of pinned weights in host memory",
     "chunkflow_host_bytes": "Bytes of weights in host memory",
     "chunkflow_drive_bytes": "Bytes of weights on the drive",
@@ -132,6 +136,7 @@ class Metrics:
         buffers = [b for p in placements for b in p.store.buffers]
         figures: dict[str, float] = {
             "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
+            "chunkflow_graph_bytes": sum(arena.graphs.nbytes for arena in arenas),
             "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if b.drive is None),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.drive is not None),

@@ -116,7 +116,7 @@ class Phase:
         the one that this memory is counted with.
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
-        notes = dict.fromkeys(note for program in programs(self.root) for note in program.code.notes)
+        notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(
@@ -158,9 +158,12 @@ class Phase:
         """
         newest = self._newest()
         if newest and not any(program.closed for program, _ in newest):
-            steps = [([*(s.measurements if wait else s.call.measured)], count) for s, count in newest]
+            if wait:
+                for program, _ in newest:
+                    program.arena.streams.collect(wait=True)
+            steps = [(program.call.seconds, count) for program, count in newest]
             if all(measured for measured, _ in steps):
-                return sum(count * _median([m.step_s for m in measured]) for measured, count in steps)
+                return sum(count * _median(measured) for measured, count in steps)
         return _median([*self._seconds]) if self._seconds else None
 
 

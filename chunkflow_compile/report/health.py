@@ -38,6 +38,7 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
         _cuda(machine),
         *(_gpu(i, gpu) for i, gpu in enumerate(machine.gpus)),
         Finding("cpu", f"{machine.cpus} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes != 1)}"),
+        *_graphs(machine),
         *_memory(machine),
         *_collectives(machine),
         *_compilers(machine),
@@ -122,6 +123,12 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
                 "while something copies"
             )
     return _noted(f"GPU {index}", ", ".join(parts), fix)
+
+
+def _graphs(machine: Machine) -> Iterator[Finding]:
+    if machine.gpus:
+        on_rocm = "not used on ROCm, which runs the copies and the kernels of a graph one after the other"
+        yield Finding("CUDA graphs", "a step can be one: cudagraphs=True" if machine.cuda_build else on_rocm)
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:

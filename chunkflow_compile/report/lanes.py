@@ -19,6 +19,7 @@ from chunkflow_compile.units import size
 StepLane = Literal["compute", "collective", "copy", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
 HELD = "held back until the copies have arrived, so that none runs beside it"
+_JOINED = "the call ends when its copies have arrived, so that it can be one CUDA graph"
 # Seconds by which sums of a thousand spans differ; every real span is longer.
 _TOLERANCE_S = 1e-8
 
@@ -38,7 +39,8 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """Compute waits for weights.  ``before``: the region or collective that cannot start.  ``why``: the plan's reason."""
+    """Compute waits for weights.  ``before``: the region or collective that cannot start, or that the call cannot end.
+    ``weights``: none at the end of a call, where it waits for all copies.  ``why``: the plan's reason."""
 
     before: str
     weights: tuple[str, ...]
@@ -171,6 +173,8 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
         held = {b.collective for b in plan.barriers if wait.name in b.weights}
         before = next(c.name for c in collectives if c.name in held and c.start >= wait.end - _TOLERANCE_S)
         yield Stall(before=before, weights=(wait.name,), start=wait.start, end=wait.end, why=HELD)
+    for join in (s for s in spans if s.lane == "join"):
+        yield Stall(before=join.name, weights=(), start=join.start, end=join.end, why=_JOINED)
 
 
 def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:

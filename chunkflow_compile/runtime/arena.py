@@ -28,6 +28,7 @@ from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
+from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .locks import ProcessLock, aside
@@ -110,6 +111,7 @@ class Arena:
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
         self.most: int | None = None  # bytes of weights, of all models together; None for the sum of their budgets
+        self.graphs = CudaGraphs()
         self._make = make
         self._kind = DeviceKind()
         self._streams: Device | None = None

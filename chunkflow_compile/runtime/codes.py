@@ -18,6 +18,7 @@ from chunkflow_compile.passes.names import Policy, Yield
 from chunkflow_compile.passes.pipeline import Settings, Stage
 from chunkflow_compile.passes.program.rewrite import Program
 
+from .cuda_graphs import CudaGraphsWanted
 from .device import DeviceKind
 
 # Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
@@ -52,7 +53,7 @@ class Code:
     ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
-    ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
+    ``cudagraphs``: the option.  ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
     ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
 
@@ -65,6 +66,7 @@ class Code:
     folder: Path | None = None
     kind: DeviceKind
     poison: bool = False
+    cudagraphs: CudaGraphsWanted = False
     pin_bytes: int | None = None
     notes: tuple[str, ...] = ()
     advice: Callable[..., str] = str

@@ -6,8 +6,10 @@ the same code runs in tests without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from .cuda_streams import CudaStream, StagedCopies
 from .cuda_time import Clock, Frame
 from .device_base import Device, StepEnd
 from .read_ahead import Reading
+from .recorder import Recorder
 from .torch_cuda import TorchCuda
 
 
@@ -36,7 +39,8 @@ class CudaDevice(Device):
         self._clock = Clock(lambda: cuda.event(True))
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
-        self._handover = self.event()
+        self._handover, self._issued = self.event(), self.event()
+        self._launched: torch.cuda.Event | None = None  # after the newest graph
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
 
@@ -74,6 +78,32 @@ class CudaDevice(Device):
 
     def sync_copies(self) -> None:
         self.copy.synchronize()
+        if self._launched is not None and not self.copy.inherited:
+            self._launched.synchronize()  # the copies of a graph are on no stream of ours
+
+    def why_not_recorded(self) -> str:
+        if torch.version.hip is not None:
+            return "ROCm runs the copies and the kernels of a graph one after the other"
+        staged = isinstance(self.copy, StagedCopies)
+        return "some weights could not be pinned, and a thread of the host brings their bytes" if staged else ""
+
+    @contextlib.contextmanager
+    def recording(self, pool: Any) -> Iterator[tuple[Any, Device]]:
+        with self.cuda.capturing(pool) as (graph, copies):
+            recorder = Recorder(self.cuda, copies)
+            yield graph, recorder
+            recorder.join()
+
+    def launch(self, graph: Any) -> None:
+        self.copy.record(self._issued)
+        self.compute.wait(self._issued)
+        graph.replay()
+        if self._launched is None:
+            self._launched = self.event()
+        self.compute.record(self._launched)
+
+    def free(self) -> int:
+        return self.cuda.free()
 
     def start(self, marked: bool, consecutive: bool) -> Frame | None:
         """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""

@@ -17,6 +17,7 @@ from chunkflow_compile.weights.progress import planning
 
 from .arena import Arena
 from .codes import bare
+from .cuda_graphs import MOST_GRAPHS
 from .sequence import Call, CallKey, Sequence
 
 # Calls of the longest cycle: 128 blocks of two models, twice a step.
@@ -72,7 +73,8 @@ def planned(
 ) -> Sequence:
     """A cycle that is planned now.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
-        cycle = make_cycle(calls, replace(settings, timings=timings))
+        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # its calls are no CUDA graphs
+        cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
         return Sequence(arena, calls, buffers, settings, cycle, keys=keys)
 
 

@@ -142,7 +142,7 @@ def refuse_capture(device: torch.device) -> None:
         raise ChunkflowError(
             "The caller records a CUDA graph, and a step cannot be part of one: its copies run on a stream of their own, "
             "ordered by events from before the capture. Call the compiled model outside torch.cuda.graph, and compile "
-            'what is around it without mode="reduce-overhead".'
+            'what is around it without mode="reduce-overhead". cudagraphs=True makes the step a graph of its own.'
         )
 
 

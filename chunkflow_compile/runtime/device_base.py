@@ -7,6 +7,7 @@ the copy engine.  ``threads`` has a thread for every stream, compute included, s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -117,6 +118,34 @@ class Device:
 
     def sync_copies(self) -> None:
         """Wait for the copies that delivered steps read: after that the host may write to their source."""
+
+    def why_not_recorded(self) -> str:
+        """Why calls cannot be recorded as CUDA graphs here; empty if they can."""
+        return f"only a GPU has them, and this is device {self.name}"
+
+    def recording(self, pool: Any) -> contextlib.AbstractContextManager[tuple[Any, Device]]:
+        """Record a call as a CUDA graph: the graph, and the device to which the context issues the call.
+
+        ``pool``: a graph whose pool of memory it shares, None for a pool of its own.  Raises RuntimeError if something in the
+        call cannot be recorded.
+        """
+        raise NotImplementedError
+
+    def launch(self, graph: Any) -> None:
+        """Enqueue a graph on the compute stream, after all copies issued outside of graphs."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """In a recording: let compute wait for all copies."""
+
+    def free(self) -> int:
+        """Bytes of the device that nothing holds; waits for what is in flight."""
+        return 0
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the next pass is measured because :meth:`measure` asks for it."""
+        return bool(self._left)
 
     def measure(self, passes: int | None) -> None:
         """Measure the next ``passes`` passes, and none after them; None to choose them.

@@ -37,6 +37,8 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.source import Source
 
 from .arena import Binding
+from .capture import record
+from .cuda_graphs import CaptureLog, CudaGraph
 from .instructions import Cost, Issue, OnDevice, Step, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
@@ -59,7 +61,8 @@ class Executor(OnDevice):
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
     ``rewritten``: weights that were written since they were copied, with the versions of their values.  ``cost``: of the
-    newest step.  ``wanted``: whether a plan is to be made from the times of its steps.
+    newest step.  ``wanted``: whether a plan is to be made from the times of its steps.  ``captures``: that of its call if it
+    is to be a CUDA graph, None if not.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Executor(OnDevice):
         cycle: Cycle | None = None,
         file: Callable[[StepMeasurement], None] | None = None,
         versions: Callable[[], dict[str, int]] = dict,
+        captures: CaptureLog | None = None,
     ) -> None:
         """See :class:`OnDevice`.  ``file``: takes the measurement of each step.  ``versions``: returns those of the values of
         all weights of the cycle."""
@@ -81,6 +85,8 @@ class Executor(OnDevice):
         self.rewritten: dict[str, int] = {}
         self.cost = Cost()
         self.wanted = False
+        self.captures = captures
+        self._graph: CudaGraph | None = None
         self._file = file
         self._versions = versions
         self._next = (self.call + 1) % len(self.cycle.calls)
@@ -117,12 +123,12 @@ class Executor(OnDevice):
         env = [*args, *self._later]
         for position, value in self._values:
             env[position] = value
-        state = self.state
+        state, graph = self.state, self._recorded(env)
         jumps = state.next != self.call
         if self.call == 0 or jumps:  # a pass begins
-            state.marked = self.device.choose(self._steps, self.wanted)
-        begun = self.device.start(state.marked, self._measured)
-        self._measured = begun is not None
+            state.marked = graph is None and self.device.choose(self._steps, self.wanted)
+        begun = self.device.start(graph.timed if graph is not None else state.marked, self._measured)
+        self._measured = begun is not None and graph is None
         step = Step(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps)
         self.cost = step.cost
         self._steps += 1
@@ -134,13 +140,43 @@ class Executor(OnDevice):
             elif self.rewritten:
                 self._copy_rewritten(step)
         state.next = None
-        for issue in self.instructions:
-            issue(step)
+        if graph is not None:
+            env[-1] = graph.launch(env)
+            step.cost.moved = graph.moved_bytes
+        else:
+            begin_s = self.device.clock.now()
+            for issue in self.instructions:
+                issue(step)
+            step.cost.issue_s = self.device.clock.now() - begin_s
         state.next = self._next
         # not the step: its values would live too long
-        self.device.finish(begun, partial(self._finish, step.cost, state.turns))
+        over = partial(self._finish, step.cost, state.turns) if graph is None else graph.ended
+        self.device.finish(begun, over)
         state.turns += 1
         return step
+
+    def _recorded(self, env: Sequence[Any]) -> CudaGraph | None:
+        """The CUDA graph of the call on these inputs, recorded now if it is time; None to issue its instructions."""
+        if (log := self.captures) is None:
+            return None
+        if log.why_not:
+            self._drop_graph(log.why_not)
+            return None
+        if self._graph is not None:
+            if not self.device.measuring and not self.wanted and self._graph.fits(env):
+                self.binding.arena.graphs.launched(self._graph)
+                return self._graph
+            self._drop_graph("a pass is measured, or an input has another address or layout")
+        if self.device.measuring or self.wanted or not log.due:
+            log.passes += 1
+            return None
+        self._graph = record(self.program, self.regions, self.binding, self.poison, self.cycle, env, log)
+        return self._graph
+
+    def _drop_graph(self, why: str) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.drop(why)
 
     def _start_cold(self, step: Step) -> None:
         """Take over the arena: copy the chunks that stay, and those that are on their way or in use here in a pass."""
@@ -196,6 +232,8 @@ class Executor(OnDevice):
         read_s, read_bytes = self.binding.arena.reader.settle() if self.on_drive else (0.0, 0)
         if not whole or windows is None or self._file is None:
             return
+        if self.captures is not None and end > begin:
+            self.captures.shares.append(cost.issue_s / (end - begin))
         self._file(
             StepMeasurement(
                 step_s=end - begin,
@@ -226,6 +264,8 @@ class Executor(OnDevice):
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
+        with contextlib.suppress(ChunkflowError):
+            self._drop_graph("its memory was given up, or a call failed")
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
         if self.on_drive and holds:

@@ -22,6 +22,7 @@ from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Binding, SlotState
+from .device_base import Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
 from .streams import HostFlag
@@ -32,12 +33,13 @@ from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 @dataclass
 class Cost:
     """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied.  ``primed``: bytes
-    copied before a cold step."""
+    copied before a cold step.  ``issue_s``: seconds of the host."""
 
     windows: WindowSeconds | None = None
     primed: int = 0
     collectives: int = 0
     moved: int = 0
+    issue_s: float = 0.0
 
 
 @dataclass
@@ -76,7 +78,8 @@ class OnDevice:
     """A program on the memory and the streams of a device: what its instructions refer to.
 
     ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
-    ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
+    ``records``: whether the device records the call.  ``on_drive``: weights that the arena's reader brings from the drive.
+    ``number``: of each node, its place in a step.
     """
 
     def __init__(
@@ -86,13 +89,15 @@ class OnDevice:
         binding: Binding,
         poison: bool,
         cycle: Cycle,
+        device: Device | None = None,
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.  ``cycle``: that of
-        which the program is a call."""
+        which the program is a call.  ``device``: another one than the arena's, which records the call."""
         self.program = program
         self.regions = regions
         self.cycle = cycle
-        self.device = device = binding.arena.streams
+        self.records = device is not None
+        self.device = device = device or binding.arena.streams
         self.binding = binding
         self.poison = poison
         self.marks = binding.marks or arrivals(cycle)
@@ -227,7 +232,7 @@ def _region(on: OnDevice, node: Node, window: int) -> Compute:
     read, values, module = on.program.problem.regions[window].weights, on.binding.values, str(node.target)
     number, take = on.number[node], tuple_getter([on.number[operand] for operand in node.args])
     region = on.regions[module]
-    if ops := undeclared(getattr(on.program.module, module)):
+    if not on.records and (ops := undeclared(getattr(on.program.module, module))):  # one that is recorded was checked
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
     def settled(later: Callable[..., Sequence[Any]]) -> None:

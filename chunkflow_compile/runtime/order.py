@@ -90,6 +90,11 @@ class Solo(Sequence):
         return tuple(self.call.measured)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """For the user, on what was compiled, and on the call as a CUDA graph if it is to be one."""
+        return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
+
+    @property
     def executor(self) -> Executor:
         """The one outside cycles.  Raises ChunkflowError if the program has ended."""
         if self.closed:

@@ -36,6 +36,7 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Binding
 from .codes import CurrentCode
+from .cuda_graphs import CaptureLog
 from .executor import Executor
 from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
 from .wrapped_calls import tuple_getter
@@ -67,6 +68,7 @@ class Call:
     cycle.  ``buffers``: of the offloaded weights; ``versions``: of their values, in this order.  ``in_place``: the other
     weights, which have ``kept_bytes``.  ``model``: whose weights they are.  ``counts``: of this model.  ``steps``: so far;
     ``measured``: the newest ones.
+    ``captures``: as CUDA graphs.
     """
 
     key: CallKey | None = None
@@ -82,6 +84,7 @@ class Call:
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
+        self.captures = CaptureLog(self.counts, current.code.cudagraphs)
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
@@ -98,6 +101,11 @@ class Call:
     def part(self) -> bool:
         """Whether the program is a part of a model, and so runs in turns with others."""
         return self.code.settings.part
+
+    @property
+    def seconds(self) -> list[float]:
+        """What its newest steps took: as one CUDA graph, if it is one."""
+        return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
     def outlived(self) -> bool:
@@ -355,7 +363,8 @@ class Sequence:
             cycle = cycle.at(number, program)
         binding = replace(self._bound(call), marks=marks)
         file = partial(self.times.add, number, call.measured, call.counts)
-        return Executor(cycle.calls[number], call.code.regions, binding, call.code.poison, cycle, file, self._versions)
+        run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
+        return Executor(cycle.calls[number], run, binding, poison, cycle, file, self._versions, captures)
 
     def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -86,6 +88,46 @@ class TorchCuda:
         """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
         return register(host, self._device)
 
+    def free(self) -> int:
+        """Bytes of the device that nothing holds, with nothing in flight and nothing kept for later."""
+        torch.cuda.synchronize(self._device)
+        # its workspaces are of a stream: captured, one lies in the pool, and the next graph may use its bytes again
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    @contextlib.contextmanager
+    def capturing(
+        self, shares: torch.cuda.CUDAGraph | None
+    ) -> Iterator[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]:
+        """Record what the context enqueues on the current stream as a CUDA graph: that one and its stream for copies.
+
+        ``shares``: a graph whose pool of memory it shares, None for one of its own.
+        Raises RuntimeError if something cannot be recorded.  The streams can be used again then.
+        """
+        lock, compute, copies = _capture_streams(self._device)
+        graph = _kept_by_children(torch.cuda.CUDAGraph())
+        pool = torch.cuda.graph_pool_handle() if shares is None else shares.pool()
+        # a finalizer may free memory of the device, which no capture allows
+        collects = gc.isenabled()
+        with lock, torch.cuda.device(self._device), torch.cuda.stream(compute):
+            gc.disable()
+            try:
+                # other threads may use the device meanwhile
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    yield graph, copies
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # what it says is that the capture is invalid
+                        _end_capture(graph, self._device, pool)
+                    raise
+                _end_capture(graph, self._device, pool)
+            finally:
+                if collects:
+                    gc.enable()
+                # of the pool, like those of any other stream while nothing is captured
+                torch._C._cuda_clearCublasWorkspaces()
+
 
 # torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
 # NCCL's, and copies would queue before compute without a word.  Each priority has a pool.  Within torch, NCCL and the
@@ -97,6 +139,25 @@ _PRIORITY = -2
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_PRIORITY)
+
+
+@cache
+def _capture_streams(device: torch.device) -> tuple[threading.Lock, torch.cuda.Stream, torch.cuda.Stream]:
+    """The streams on which calls are recorded, of compute and of copies, and who records holds the lock.
+
+    Nothing ever runs on them.  The nodes of a graph have the priorities of their streams: compute that of the caller's.
+    """
+    return threading.Lock(), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=_PRIORITY)
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # else torch 2.11 stays in the pool, and gives no memory back any more
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        raise
 
 
 def _keep_for_ever(owner: object) -> None:

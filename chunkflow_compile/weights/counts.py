@@ -12,6 +12,7 @@ class Counts:
     ``cold_starts``: calls that began with empty slots, or off their cycle, and fetched first what a warm one finds.
     ``moved_bytes``: of the copies issued, theirs included.  ``off_cycle``: calls at which a cycle was entered anew.
     ``fetched_bytes``: copied for ops outside programs.
+    ``launches``: calls that were one CUDA graph.  ``captures``, ``capture_s``: recordings of them, and their seconds.
     ``measured`` counts the calls that were measured; seconds are of these alone.
     """
 
@@ -21,6 +22,9 @@ class Counts:
     off_cycle: int = 0
     fetched_bytes: int = 0
     moved_bytes: int = 0
+    launches: int = 0
+    captures: int = 0
+    capture_s: float = 0.0
     measured: int = 0
     measured_s: float = 0.0
     predicted_s: float = 0.0

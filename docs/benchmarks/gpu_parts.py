@@ -35,6 +35,8 @@ ROOT = HERE.parent.parent
 MOST = 540.0
 # Seconds between the request to end and the end.
 _GRACE = 10.0
+# Of what users call, the cases before what decides about graphs; the others come after the profile.
+FIRST_CALLS = ("compile flux.1-dev", "second process flux.1-dev", "apply flux.1-dev", "adapters flux.1-dev")
 # Ranks are processes of this machine, whose name may have no address.
 _NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # The stand-in for CUDA's runtime computes only where numbers are compared: one card, and no matrix of a calibration.
@@ -58,7 +60,7 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
     bench += ("--seconds", str(limit - 20), *(("--steps", "6") if dry else ()))
-    wan, loopback, flux = ("1", "2,3", "4") if dry else ("1", "7,4", "3")
+    wan, loopback, flux = ("1", "2,3", "4") if dry else ("1", "7,4", "8,3")
     tests = ("-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", *_workers(), "tests/test_gpu.py")
     calibrate = (
         "-m",
@@ -71,10 +73,17 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
         str(profile),
     )
     facts = (str(HERE / "gpu_card.py"), "--out", str(beside(page, "card.json")), *rehearsal)
+    small = ("--small",) if dry else ()
+    calls = (str(HERE / "card_calls.py"), "--out", str(beside(page, "calls.jsonl")), *small)
+    graphs = (str(HERE / "graph_checks.py"), "--out", str(beside(page, "graphs.jsonl")), *small)
+    first = ("--cases", ",".join(FIRST_CALLS))
     return {
-        "facts": Part(facts, 60, _COMPUTE),
         "tests": Part(tests, 120, _COMPUTE),
+        "calls": Part((*calls, *first, "--seconds", str(limit - 20)), 150, _COMPUTE),
+        "graphs": Part((*graphs, "--seconds", str(limit - 20)), 120, _COMPUTE),
         "profile": Part(calibrate, 60, _NO_COMPUTE),
+        "more-calls": Part((*calls, "--seconds", str(limit - 20)), 100, _COMPUTE),
+        "facts": Part(facts, 60, _COMPUTE),
         "wan": Part((*bench, "--cases", wan), 280, _NO_COMPUTE),
         "loopback": Part((*bench, "--cases", loopback), 240, _NO_COMPUTE),
         "flux": Part((*bench, "--cases", flux), 330, _NO_COMPUTE),

@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -30,9 +30,12 @@ MOST_REGIONS = 72
 
 
 class MakePlan(Protocol):
-    """Plans a problem within ``memory`` bytes, None for any.  Raises ChunkflowError if there is no plan."""
+    """Plans a problem within ``memory`` bytes, None for any.  Raises ChunkflowError if there is no plan.
 
-    def __call__(self, problem: Problem, *, memory: int | None) -> Plan: ...
+    ``ends``: see Plan.check_problem.
+    """
+
+    def __call__(self, problem: Problem, *, memory: int | None, ends: Sequence[int] | None = None) -> Plan: ...
 
 
 def coarsest(finest: Cut, repeats: Repeats | None, memory: int | None, plan: MakePlan) -> Groups:
@@ -75,4 +78,5 @@ def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Proble
     if memory is not None:
         arena = 2 * max(streamed_bytes(finest))  # what weights stream through does not grow with their number
         memory = arena + max(0, memory - arena) * count // repeats.count
-    return plan(repeated(problem, count), memory=memory)
+    size = len(problem.regions)
+    return plan(repeated(problem, count), memory=memory, ends=range(size, count * size + 1, size))

@@ -47,6 +47,7 @@ def place(
     inside: bool = False,
     outside: int = 0,
     timings: Timings | None = None,
+    joins: tuple[int, ...] = (),
 ) -> Plan:
     """Decide the home, slot and windows of every weight.
 
@@ -58,12 +59,12 @@ def place(
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``.
-    ``timings``: measurements of the problem, in place of the profile's rates.
+    ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
     Raises ChunkflowError for a goal that check_goal refuses, if ``memory`` is below the least that the program needs, or if
     the timings are of another problem.
     """
     check_goal(policy, memory, slowdown, yields)
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside)
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside, joins)
     builder = Builder(planner, planner.simulator.hardware, policy, inside)
     if policy == "chunkflow":
         taken = None if like is None else _taken_over(planner, builder, like, memory, slowdown)
@@ -226,7 +227,8 @@ class Builder:
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
-        timeline = self.planner.simulator.play(schedule(self.problem, transfers(self.problem, windows, hard)))
+        items = schedule(self.problem, transfers(self.problem, windows, hard), self.planner.joins)
+        timeline = self.planner.simulator.play(items)
         weights = []
         for weight in self.problem.weights:
             mine = windows.get(weight.name, ()) if weight.name in at else ()
@@ -255,6 +257,7 @@ class Builder:
             weights=tuple(weights),
             barriers=hard,
             predicted=self._prediction(timeline, windows, streamed),
+            joins=self.planner.joins,
         )
         return plan
 

@@ -1,13 +1,13 @@
 """Schedule: the order of all ops in a step, from the windows of its chunks.  Rewrite writes it, the timeline plays it.
 
 Order for each region k: the collectives that start before it, each after its barriers; the completions awaited before
-it; the prefetches of window k; the waits for the weights that k is the first to read; region k; the evicts of the
-weights that k is the last to read.
+it; the join, if a call ends there; the prefetches of window k; the waits for the weights that k is the first to read;
+region k; the evicts of the weights that k is the last to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.ops import Prefetch
@@ -49,7 +49,12 @@ class Await:
     collective: int
 
 
-ScheduleItem = Prefetch | Wait | Evict | Compute | Collect | Await
+@dataclass(frozen=True)
+class Join:
+    """Compute waits for all copies issued so far: the end of a call that may be one CUDA graph.  It is in no program."""
+
+
+ScheduleItem = Prefetch | Wait | Evict | Compute | Collect | Await | Join
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ def _by_urgency(entry: tuple[int, int, Prefetch]) -> tuple[int, int, int]:
     return urgency, position, op.first
 
 
-def schedule(problem: Problem, ops: Transfers) -> tuple[ScheduleItem, ...]:
-    """One step, in the order in which the host issues it."""
+def schedule(problem: Problem, ops: Transfers, joins: Collection[int] = ()) -> tuple[ScheduleItem, ...]:
+    """One step, in the order in which the host issues it.  ``joins``: as in a Plan."""
     items: list[ScheduleItem] = []
     count = len(problem.regions)
     starts: list[list[int]] = [[] for _ in range(count + 1)]
@@ -122,6 +127,8 @@ def schedule(problem: Problem, ops: Transfers) -> tuple[ScheduleItem, ...]:
             items.extend(Wait(w, True) for w in ops.barriers.get(problem.collectives[i].name, ()))
             items.append(Collect(i))
         items.extend(Await(i) for i in awaited[k])
+        if k in joins:
+            items.append(Join())
         if k < count:
             items.extend(ops.prefetches.get(k, ()))
             items.extend(Wait(w) for w in ops.waits.get(k, ()))

@@ -19,7 +19,7 @@ from chunkflow_compile.passes.problem import Problem
 
 from .policies import layerwise
 from .residency import rank
-from .schedule import Transfers, schedule, transfers
+from .schedule import ScheduleItem, Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes, pack
 
@@ -62,9 +62,17 @@ class Candidate:
 class Planner:
     """Builds and plays candidates for a problem on a machine; independent of the goal."""
 
-    def __init__(self, problem: Problem, simulator: Simulator, yields: Yield = "auto", outside: int = 0) -> None:
-        """``outside``: see place."""
+    def __init__(
+        self,
+        problem: Problem,
+        simulator: Simulator,
+        yields: Yield = "auto",
+        outside: int = 0,
+        joins: tuple[int, ...] = (),
+    ) -> None:
+        """``outside``: see place.  ``joins``: of the plan."""
         self.problem = problem
+        self.joins = joins
         self.outside = outside
         self.yields = yields
         self.simulator = simulator
@@ -74,7 +82,7 @@ class Planner:
         streamed = {w.name for w in self.weights}
         self.kept_bytes = outside + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
-        self.link: Link = link_of(self.resident, simulator)
+        self.link: Link = link_of(self.resident, simulator, joins)
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
@@ -116,7 +124,7 @@ class Planner:
     ) -> Candidate:
         """Play any placement of the chunks."""
         hard = hard or self.yields == "hard"
-        timeline = self.simulator.play(schedule(self.problem, self._ops(placed, hard)), spans=False)
+        timeline = self.simulator.play(self._schedule(placed, hard, self.joins), spans=False)
         return Candidate(
             placed=tuple(placed),
             residents=residents,
@@ -126,10 +134,12 @@ class Planner:
             timeline=timeline,
         )
 
-    def _ops(self, placed: Sequence[int | None], hard: bool) -> Transfers:
+    def _schedule(self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]) -> Sequence[ScheduleItem]:
         windows = as_windows(self.chunks, placed, self.count)
         ops = transfers(self.problem, windows)
-        return transfers(self.problem, windows, barriers(self.problem, ops)) if hard else ops
+        if hard:
+            ops = transfers(self.problem, windows, barriers(self.problem, ops))
+        return schedule(self.problem, ops, joins)
 
     @cached_property
     def everything(self) -> Candidate:
@@ -257,8 +267,8 @@ class Planner:
         """Seconds of the step if copies take STRAIN times as long as predicted."""
         key = candidate.placed, candidate.hard
         if key not in self._strained:
-            ops = self._ops(candidate.placed, candidate.hard)
-            self._strained[key] = self._slower.play(schedule(self.problem, ops), spans=False).step_s
+            items = self._schedule(candidate.placed, candidate.hard, self.joins)
+            self._strained[key] = self._slower.play(items, spans=False).step_s
         return self._strained[key]
 
     def _least(self, residents: int) -> int:
@@ -278,14 +288,15 @@ class Planner:
     def _rank(self) -> list[int]:
         """Indices of chunks, in the order in which they become resident.
 
-        Stalls are those of a step in twice the least memory, in which little is fetched ahead.
+        Stalls are those of a step in twice the least memory, in which little is fetched ahead, without joins: what compute
+        waits for there counts for no region.
         """
         if not self.chunks:
             return []
         least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
         windows = fit(self.chunks, latest(self.chunks, self.link, self.margin), self.count, 2 * least)
         assert windows is not None
-        timeline = self.play(windows).timeline
+        timeline = self.simulator.play(self._schedule(windows, self.yields == "hard", ()), spans=False)
         stalls: dict[int, float] = {}
         for chunk in self.chunks:
             stalls[chunk.first] = stalls.get(chunk.first, 0.0)

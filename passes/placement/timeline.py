@@ -17,11 +17,13 @@ from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 
 from .resources import IDLE, Drive, Phase, Queue, Transfer, stretches
-from .schedule import Await, Collect, Compute, ScheduleItem, Wait, schedule, transfers_of
+from .schedule import Await, Collect, Compute, Join, ScheduleItem, Wait, schedule, transfers_of
 
 # A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
 MOST_STEPS = 12
 _SETTLED = 1e-9
+# Name of the span in which compute waits at a join.
+END_OF_CALL = "end of the call"
 
 
 @dataclass(kw_only=True)
@@ -107,7 +109,8 @@ class Simulator:
 
     def step_under(self, plan: Plan) -> float:
         """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
-        return self.play(schedule(self.problem, transfers_of(self.problem, plan)), spans=False).step_s
+        items = schedule(self.problem, transfers_of(self.problem, plan), plan.joins)
+        return self.play(items, spans=False).step_s
 
 
 class _Run:
@@ -171,8 +174,10 @@ class _Run:
                 self._start_collective()
         elif isinstance(item, Await):
             self._advance_to(self.collectives, item.collective)
+        elif isinstance(item, Join):
+            self._join()
         else:
-            self.live -= self.streamed[item.weight]
+            self.live -= self.streamed.get(item.weight, 0)  # nothing, if all of it stays
 
     def _record(self, lane: Lane, name: str, start: float) -> None:
         if self.recording:
@@ -191,6 +196,14 @@ class _Run:
             self._record("barrier" if item.barrier else "stall", item.weight, reached)
         if not item.barrier:
             step.slack[item.weight] = -waited if waited else reached - self.arrival.get(item.weight, reached)
+
+    def _join(self) -> None:
+        reached = self.now
+        while self.copies.ops:
+            self._advance()
+        self.step.exposed_s += self.now - reached
+        if self.now > reached:
+            self._record("join", END_OF_CALL, reached)
 
     def _compute(self, region: int) -> None:
         start = self.now

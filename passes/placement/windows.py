@@ -13,7 +13,7 @@ The memory limit has priority: a chunk without room early enough starts late, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
@@ -46,7 +46,7 @@ class Chunk:
 class Link:
     """The free time of the link in a step of ``length`` seconds with all weights resident.
 
-    ``gaps``: free intervals, ascending.  ``opens``: the time at which each window opens.
+    ``gaps``: free intervals, ascending, none of which has a join inside.  ``opens``: the time at which each window opens.
     """
 
     length: float
@@ -54,10 +54,11 @@ class Link:
     opens: tuple[float, ...]
 
 
-def link_of(resident: Timeline, simulator: Simulator) -> Link:
-    """The free time of the link in the resident step.
+def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = ()) -> Link:
+    """The free time of the link in the resident step.  ``joins``: as in a Plan.
 
-    A collective's latency does not count as free, because it is shorter on a rank that reaches the collective late.
+    A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not
+    count as free, because it is shorter on a rank that reaches the collective late.
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
@@ -68,6 +69,8 @@ def link_of(resident: Timeline, simulator: Simulator) -> Link:
         begin = max(begin, end)
     if resident.step_s > begin:
         gaps.append((begin, resident.step_s))
+    for join in (opens[k] for k in joins if k < len(opens)):
+        gaps = [part for a, b in gaps for part in (((a, join), (join, b)) if a < join < b else ((a, b),))]
     return Link(resident.step_s, tuple(gaps), opens)
 
 

@@ -5,6 +5,9 @@ first fetches just these, in the order in which the pass would have issued them.
 of these, for a later copy, or for a chunk that stays.  So the call, and every call after it, finds what it would have found
 in the pass, and the proof of the pass holds.
 
+A captured call after a jump waits for all that the jump fetches, and an eager one as where all calls are eager.  So the
+order of eager calls is enough.
+
 Contract
     Reads a cycle and its order only: what is alive at a border follows from the ops, not from the plan.
 """

@@ -136,12 +136,16 @@ def join(calls: Sequence[Call]) -> Problem:
     return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()))
 
 
+def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
+    """The numbers of regions at which the calls of a cycle end."""
+    return tuple(accumulate(len(call.cut.regions) for call in calls))
+
+
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
     """The programs of ``calls`` under a plan of their joined problem."""
     problem = join(calls)
-    plan.check_problem(problem)
-    starts = accumulate((len(call.cut.regions) for call in calls[:-1]), initial=0)
-    cycle = Cycle(problem, plan, (), tuple(starts))
+    plan.check_problem(problem, ends_of(calls))
+    cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))
     programs = (rewritten(cycle, number, call, share=share) for number, call in enumerate(calls))
     return replace(cycle, calls=tuple(programs))
 

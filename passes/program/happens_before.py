@@ -11,13 +11,35 @@ first before it issues the second.
 Five kinds of events order one stream after another: a handover lets the first copies of a turn start, the opening of a
 window lets its chunks start, the arrival of the newest issued chunk of a region's weights ends its waits (arrivals.py),
 the start of a collective waits for compute, and its end ends its completion.
+
+A call of a plan with joins runs in one of two *forms*, in any order: *eager*, as above, or *captured*, as one CUDA graph.
+A captured call has a copy stream of its own: its first chunk waits for the opening of its window only.  A wait there ends
+with the arrival of a chunk of the same call; if the chunk that it awaits is of an earlier call or step, it is nothing.  Two
+more events order such a call.  At its beginning compute waits for the *tail*, the newest chunk of the eager copy stream, if
+one was issued since the captured call before, by whichever program: by a cold start, a jump, a rewritten weight, or an eager
+call.  At its end, the *join*, compute waits for the newest chunk of the call.
+
+``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternations.  What follows
+from these holds for every sequence, because an order that is needed between ops of two calls depends on the forms of these
+two and of the calls between them only:
+
+* from compute to a chunk: it leads through the opening of the chunk's window, which is in the chunk's call in both forms;
+* from a chunk to compute, in one call: by an arrival there, the same one in both forms, as chunks are in one order;
+* from a chunk to compute in a later call: if all calls from the one to the other are eager, as where all calls are;
+  else by the join of the first, if that is captured, or else by the tail of the next captured one;
+* between chunks: of two eager calls by the order of their stream, otherwise through compute, as before.
+
+One call once in each step is so unrolled in all four pairs of forms.  A jump or a rewritten weight before a captured call
+copies on the eager stream, and the tail follows: it is a cold start that copies less (borders.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from itertools import cycle as repeat
+from typing import Literal, NamedTuple
 
 import networkx as nx
 from torch.fx import Node
@@ -30,10 +52,17 @@ from .cycle import Cycle, border
 from .rewrite import Program
 
 StreamName = Literal["compute", "copy", "collective"]
+# fmt: off
 OpKind = Literal[
-    "handover", "open", "chunk", "wait", "evict", "region", "collective", "element", "completion", "release", "other"
+    "handover", "tail", "open", "chunk", "wait", "evict", "region", "collective", "element", "completion", "release",
+    "join", "other",
 ]
+# fmt: on
 PRIMING = -1
+# Whether calls are captured, one after the other and again from the first.
+Form = tuple[bool, ...]
+EAGER: Form = (False,)
+FORMS: tuple[Form, ...] = (EAGER, (True,), (False, True), (True, False))
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,7 @@ class Op:
     ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
     turn.  ``collectives``: those that the op is, takes an element of the results of, or completes.  ``values``: those
     that a release drops.  ``mark``: the arrival recorded after a chunk, or awaited by a wait, see arrivals.py.
+    ``captured``: whether its call is.
     """
 
     turn: int
@@ -59,11 +89,39 @@ class Op:
     values: tuple[str, ...] = ()
     mark: int | None = None
     call: int = 0
+    captured: bool = False
 
     def __str__(self) -> str:
         turn = f"turn {self.turn}, " if self.turn else ""
         turn += f"call {self.call}, " if self.call else ""
-        return f"{self.label} ({turn}{f'step {self.step}' if self.step >= 0 else 'priming'})"
+        form = ", captured" if self.captured else ""
+        return f"{self.label} ({turn}{f'step {self.step}' if self.step >= 0 else 'priming'}{form})"
+
+
+class _Clocks(NamedTuple):
+    """Where each op is on compute, which is in order: the newest op there that happens ``before`` it, and the first that
+    happens ``after`` it, both itself if it is there.  ``copies``: the first of the chunks in whose order it is, itself if it
+    is no chunk.
+
+    Chunks of two streams are ordered through compute only, and so is a collective, which is in no order of its own.
+    """
+
+    before: list[int]
+    after: list[int]
+    copies: list[int]
+
+
+_TAIL = Op(0, 0, "compute", "tail", "tail of the eager copies")
+_JOIN = Op(0, 0, "compute", "join", "join")
+
+
+@dataclass
+class _CopyStream:
+    """``gate``: the newest event that it waits for.  ``arrival``: its chunk that was last marked, by turn and mark."""
+
+    newest: int | None = None
+    gate: int | None = None
+    arrival: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class HappensBefore:
@@ -72,10 +130,13 @@ class HappensBefore:
     ``turns``: the programs or cycles that hold the arena one after the other; each runs ``steps`` steps.
     """
 
-    def __init__(self, turns: Sequence[Program | Cycle], steps: int) -> None:
+    def __init__(self, turns: Sequence[Program | Cycle], steps: int, form: Form = EAGER) -> None:
+        """``form``: of the calls of all turns; those of a plan without joins are eager."""
         self.turns = tuple(Cycle.of(turn) for turn in turns)
         self.steps = steps
-        self.ops: list[Op] = [op for turn, cycle in enumerate(self.turns) for op in _unroll(cycle, turn, steps)]
+        forms = repeat(form)
+        unrolled = (_unroll(cycle, turn, steps, forms) for turn, cycle in enumerate(self.turns))
+        self.ops: list[Op] = [op for ops in unrolled for op in ops]
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(range(len(self.ops)))
         self._link()
@@ -85,56 +146,65 @@ class HappensBefore:
         """Whether op ``first`` has finished before op ``then`` begins, however long each op takes."""
         if self.ops[first].stream == "collective":
             return any(end == then or self.ordered(end, then) for end in self.graph.successors(first))
-        return self._clocks[then][self.ops[first].stream == "copy"] >= first and first != then
+        before, after, copies = self._clocks
+        return first < then and (after[first] <= before[then] or copies[first] == copies[then])
 
     def _link(self) -> None:
         """Add the edges.  Each leads from an op to one that is issued after it."""
-        newest: dict[str, int] = {}
-        arrival: dict[tuple[int, int], int] = {}
+        compute: int | None = None
+        eager, captured = _CopyStream(), _CopyStream()
+        tail: int | None = None  # the newest eager chunk, if no captured call has begun since
         running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
-        gate: int | None = None  # the newest event that the copy stream waits for
         for i, op in enumerate(self.ops):
             if op.stream == "collective":
                 (name,) = op.collectives
                 if op.kind == "collective":
-                    self.graph.add_edge(newest["compute"], i, event="start")
+                    self.graph.add_edge(compute, i, event="start")
                     running[name] = []
                 running.setdefault(name, []).append(i)
                 continue
-            if op.stream in newest:
-                self.graph.add_edge(newest[op.stream], i)
-            newest[op.stream] = i
+            copies = captured if op.captured else eager
+            previous = copies.newest if op.stream == "copy" else compute
+            if previous is not None:
+                self.graph.add_edge(previous, i)
+            if op.stream == "compute":
+                compute = i
             if op.kind in ("open", "handover"):
-                gate = i
+                copies.gate = i
             elif op.kind == "chunk":
-                if gate is not None:
-                    self.graph.add_edge(gate, i, event=self.ops[gate].kind)
+                if copies.gate is not None:
+                    self.graph.add_edge(copies.gate, i, event=self.ops[copies.gate].kind)
                 if op.mark is not None:
-                    arrival[op.turn, op.mark] = i
-            elif op.kind == "wait" and op.mark is not None and (op.turn, op.mark) in arrival:
-                self.graph.add_edge(arrival[op.turn, op.mark], i, event="arrival")
+                    copies.arrival[op.turn, op.mark] = i
+                copies.newest = i
+                tail = tail if op.captured else i
+            elif op.kind == "wait" and op.mark is not None and (op.turn, op.mark) in copies.arrival:
+                self.graph.add_edge(copies.arrival[op.turn, op.mark], i, event="arrival")
+            elif op.kind == "tail":
+                if tail is not None:
+                    self.graph.add_edge(tail, i, event="tail")
+                captured, tail = _CopyStream(), None
+            elif op.kind == "join" and captured.newest is not None:
+                self.graph.add_edge(captured.newest, i, event="join")
             for name in op.collectives:
                 self.graph.add_edges_from(((begun, i) for begun in running.pop(name, ())), event="end")
 
-    def _count(self) -> list[tuple[int, int]]:
-        """Vector clocks: for each op the newest (compute, copy) ops that happen before it, itself included.
-
-        A collective has no component: what happens after its end happens after a completion, which is on compute.
-        """
-        clocks: list[tuple[int, int]] = []
-        for i, op in enumerate(self.ops):  # the order of issue is topological
-            compute = copy = -1
-            for before in self.graph.predecessors(i):
-                compute, copy = max(compute, clocks[before][0]), max(copy, clocks[before][1])
-            if op.stream == "compute":
-                compute = i
-            elif op.stream == "copy":
-                copy = i
-            clocks.append((compute, copy))
-        return clocks
+    def _count(self) -> _Clocks:
+        """The order of issue is topological."""
+        count = len(self.ops)
+        before, after, copies = list(range(count)), list(range(count)), list(range(count))
+        aside = [i for i, op in enumerate(self.ops) if op.stream != "compute"]
+        for i in aside:
+            earlier = list(self.graph.predecessors(i))
+            before[i] = max((before[j] for j in earlier), default=-1)
+            if self.ops[i].stream == "copy":
+                copies[i] = next((copies[j] for j in earlier if self.ops[j].stream == "copy"), i)
+        for i in reversed(aside):
+            after[i] = min((after[j] for j in self.graph.successors(i)), default=count)
+        return _Clocks(before, after, copies)
 
 
-def _unroll(cycle: Cycle, turn: int, steps: int) -> Iterator[Op]:
+def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool]) -> Iterator[Op]:
     marks = arrivals(cycle)
     yield Op(turn, PRIMING, "compute", "handover", "handover")
     for weight in cycle.plan.streamed:
@@ -147,8 +217,11 @@ def _unroll(cycle: Cycle, turn: int, steps: int) -> Iterator[Op]:
             yield from _chunks(prefetch, turn, PRIMING, marks.marked.get(node))
     for step in range(steps):
         for number, program in enumerate(cycle.calls):
-            for op in ops_of_call(program, marks, turn, step):
-                yield replace(op, call=number) if number else op
+            captured = next(forms) and bool(cycle.plan.joins)
+            ops = ops_of_call(program, marks, turn, step)
+            for op in chain((_TAIL,), ops, (_JOIN,)) if captured else ops:
+                changed = number or captured
+                yield replace(op, turn=turn, step=step, call=number, captured=captured) if changed else op
 
 
 def ops_of_call(program: Program, marks: Arrivals, turn: int = 0, step: int = 0) -> Iterator[Op]:

@@ -7,6 +7,8 @@ proved for a cold start and for a jump to each call, over what is fetched first 
 * a read stays within the ring, and has room there for all blocks of the file that it touches,
 * a read waits for copies of earlier reads only, so that reads and copies never wait for each other, and
 * a read goes into no bytes that a copy may still use: it waits for every earlier copy of them.
+
+Captured calls copy in the same order.
 """
 
 from __future__ import annotations

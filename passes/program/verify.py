@@ -1,7 +1,8 @@
 """Verify: prove, before a program runs, that every reader of a weight sees that weight's bytes.
 
 A cold start and two consecutive steps are checked.  Every step runs the same program, so these two stand for every pair
-of neighbouring steps.  The same holds of a cycle, whose step is a pass over its calls.
+of neighbouring steps.  The same holds of a cycle, whose step is a pass over its calls.  If the plan has joins, they are
+checked in several sequences of eager and captured calls, which stand for all sequences (happens_before.py).
 
 * Slots lie inside the arena, are aligned, and are as large as their weights.
 * Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
@@ -27,8 +28,9 @@ Contract
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Generator, Iterable, Iterator, MutableMapping
+from collections.abc import Generator, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch.fx import GraphModule
 
@@ -40,7 +42,7 @@ from .borders import check_borders
 from .collectives import check_collectives
 from .cycle import Cycle
 from .fidelity import check_data_flow, check_operands, check_order, check_readers
-from .happens_before import HappensBefore, ops_of_call
+from .happens_before import EAGER, FORMS, Form, HappensBefore, ops_of_call
 from .memory import Memory, program_memory
 from .reads import check_reads
 from .rewrite import Program
@@ -48,8 +50,8 @@ from .rewrite import Program
 CHECKED_STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
-# the waits after a jump.
-VERSION = 5
+# the waits after a jump; version 6 calls that are captured.
+VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +72,23 @@ def verify(program: Program | Cycle) -> Proof:
 
     Raises FindingError naming the weight, the ops and the missing edge of each violation.
     """
-    order = HappensBefore((program,), CHECKED_STEPS)
-    _raise_violations("The program is not safe to run", check(program, order))
-    return Proof(version=VERSION, steps=CHECKED_STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
+    orders = orders_of((program,), CHECKED_STEPS)
+    _raise_violations("The program is not safe to run", check(program, orders))
+    ops, edges = (sum(map(count, orders)) for count in (lambda o: len(o.ops), lambda o: o.graph.number_of_edges()))
+    return Proof(version=VERSION, steps=CHECKED_STEPS, ops=ops, edges=edges)
 
 
 def verify_together(*programs: Program | Cycle) -> None:
     """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
-    order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
-    _raise_violations("The programs are not safe in one arena", check_turns(order))
+    orders = orders_of((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
+    _raise_violations("The programs are not safe in one arena", chain.from_iterable(map(check_turns, orders)))
+
+
+def orders_of(turns: Sequence[Program | Cycle], steps: int) -> list[HappensBefore]:
+    """The orders of unrolled programs: that of eager calls first, then those of the other forms, if a plan has joins."""
+    cycles = [Cycle.of(turn) for turn in turns]
+    forms: tuple[Form, ...] = FORMS if any(cycle.plan.joins for cycle in cycles) else (EAGER,)
+    return [HappensBefore(cycles, steps, form) for form in forms]
 
 
 def verify_call(
@@ -92,7 +102,8 @@ def verify_call(
     """Prove that a program may take the place of a call of a proved cycle: it moves and reads the same weights there.
 
     ``marks``: the marks of the cycle.  ``own_marks``: those with which the program runs.  ``keys``: see check_data_flow.
-    Only the program and the call are unrolled, because the others stay.  Raises FindingError if it may not.
+    Only the program and the call are unrolled, because the others stay, and only as they are issued: the order that this
+    gives them follows from their ops in either form.  Raises FindingError if it may not.
     """
     violations = _check_place(cycle, call, program, marks, own_marks, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
@@ -106,10 +117,11 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
         raise FindingError(f"{what}:\n{shown}{more}")
 
 
-def check(program: Program | Cycle, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program or a cycle, as sentences.  ``order``: its own, if it has been computed already."""
+def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
+    """The violations of a program or a cycle, as sentences.  ``orders``: its own, if they have been computed already."""
     cycle = Cycle.of(program)
-    order = order or HappensBefore((cycle,), CHECKED_STEPS)
+    orders = orders or orders_of((cycle,), CHECKED_STEPS)
+    order = orders[0]  # borders, reads and collectives are ordered alike in all forms
     single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
@@ -119,7 +131,8 @@ def check(program: Program | Cycle, order: HappensBefore | None = None) -> Itera
         if memory is None:
             return
         memories.append(memory)
-    yield from check_turns(order)
+    for form in orders:
+        yield from check_turns(form)
     yield from check_borders(cycle, order)
     yield from check_reads(cycle, order)
     for call, memory in zip(cycle.calls, memories, strict=True):
@@ -305,7 +318,8 @@ class _Stay:
 def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     """Check, in a sweep over the arena's bytes, that each chunk in a byte is out of use before the next is copied.
 
-    All copies are in one stream, in order.  So if this holds for neighbours in that order, it holds for every pair.
+    If this holds for neighbours in the order of issue, it holds for every pair: the copy of the first then happens before
+    that of the second, and so on.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):

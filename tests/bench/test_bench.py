@@ -18,7 +18,7 @@ from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
-from chunkflow_compile.bench.host import EVERY, host_seconds
+from chunkflow_compile.bench.host import EVERY, HostTime, host_time
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
@@ -277,6 +277,6 @@ def test_the_clock_of_the_host_stands_still_while_it_waits() -> None:
         waits.append(clock.now())
         clock.sleep(100.0)
 
-    assert host_seconds(call, executors, wait, clock.now) == 4 * EVERY
+    assert host_time(call, executors, wait, clock.now) == HostTime(4 * EVERY, 4)
     assert len(waits) == 1 + 4, "once before it"
     assert [executor.instructions for executor in executors] == before

@@ -64,6 +64,7 @@ CUDA              torch built for CUDA 12.8, driver 570.86                ok
 GPU 0             NVIDIA L40S, 48.00 GiB, PCIe 4 x8, NUMA node 0          note
 GPU 1             NVIDIA L40S, 48.00 GiB, PCIe 1 x16, NUMA node 1         note
 cpu               32 cores, 2 NUMA nodes                                  ok
+CUDA graphs       a step can be one: cudagraphs=True                      ok
 host memory       8.00 GiB free of 64.00 GiB (/sys/fs/cgroup/memory.max)  note
 huge pages        private: madvise shared: none                           ok
 pinnable memory   limit 8.0 MiB                                           note

@@ -30,10 +30,11 @@ INSTANT = 1e-7
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
-    """Plans of small problems: every policy, roomy and tight."""
+    """Plans of small problems: every policy, roomy and tight, with and without joins."""
     found, machine = draw(small_problems()), draw(machines())
     policy = draw(st.sampled_from(POLICIES))
-    goal: dict[str, Any] = {"policy": policy}
+    joins = draw(st.sampled_from([(), (len(found.regions),), (1, len(found.regions))]))
+    goal: dict[str, Any] = {"policy": policy, "joins": joins}
     if policy == "chunkflow":
         goal["memory"] = least_memory(found, machine, CHUNK) + draw(st.integers(0, 4)) * CHUNK
     elif policy == "layerwise-prefix":

@@ -4,10 +4,13 @@ A call allocates its results at once, with the shapes and strides that torch's m
 computation on the caller's stream, as a launch does.  So the host runs ahead of its streams here too, and a copy that
 comes too early or too late shows as wrong numbers.  A kernel that has no meta kernel, or whose result is not a tensor,
 waits for its stream.
+
+In a capture of a graph the computation becomes a node: each launch reads and writes the same addresses again.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -51,17 +54,28 @@ class _Queue:
         runtime.stand_in_enqueue.argtypes = (ctypes.c_void_p, _JOB, ctypes.c_long)
         runtime.stand_in_enqueue.restype = None
         self._enqueue = runtime.stand_in_enqueue
+        atexit.register(runtime.cudaDeviceSynchronize)  # a kernel that runs while Python ends would end the process
+        self._captured: dict[int, Callable[[], object]] = {}  # for good: graphs do not say when they are destroyed
 
-    def put(self, device: torch.device, job: Callable[[], object]) -> None:
+    def captures(self, device: torch.device) -> bool:
+        """Whether what is put becomes nodes of a graph."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return bool(control.runtime().stand_in_capturing(ctypes.c_void_p(stream)))
+
+    def put(self, device: torch.device, job: Callable[[], object], operands: list[Any]) -> None:
+        """Queue ``job``, which reads and writes ``operands``: views of the memory, which they do not hold."""
         number = next(self._numbers)
-        self._jobs[number] = job
+        if self.captures(device):
+            self._captured[number] = partial(_again, job, [a for a in map(_address, operands) if _on_device(a)])
+        else:
+            self._jobs[number] = job
         with torch.cuda.device(device):
             self._enqueue(torch.cuda.current_stream(device).cuda_stream, self._function, number)
             if error := control.runtime().cudaGetLastError():  # as torch does after each launch
                 raise RuntimeError(f"CUDA error: {error}, found by the launch of a kernel")
 
     def _run(self, number: int) -> None:
-        job = self._jobs.pop(number)
+        job = self._captured.get(number) or self._jobs.pop(number)
         if not self._computes:
             return
         try:
@@ -69,6 +83,25 @@ class _Queue:
                 job()
         except BaseException:  # noqa: BLE001  (a kernel that fails breaks the device, as on a card)
             control.runtime().stand_in_failed(traceback.format_exc().encode())
+
+
+class FreedError(RuntimeError):
+    """A launch of a graph uses device memory that was freed after the capture."""
+
+
+def _again(job: Callable[[], object], addresses: list[int]) -> None:
+    """A captured job in a launch."""
+    if not all(map(_on_device, addresses)):
+        raise FreedError("A kernel of a graph uses device memory that was freed.")
+    job()
+
+
+def _address(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else 0
+
+
+def _on_device(address: int) -> bool:
+    return bool(control.runtime().stand_in_on_device(ctypes.c_void_p(address)))
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +167,7 @@ class _Kernel:
                 if target.numel() and result.shape == target.shape:
                     target.copy_(result)
 
-        self._queue.put(device, job)
+        self._queue.put(device, job, [*tree_flatten(hosts)[0], *targets])
         return outputs
 
     def _shapes(self, args: Any, kwargs: Any) -> Any:
@@ -152,8 +185,8 @@ class _Kernel:
             for tensor, meta in zip(written, metas, strict=True):  # an out= of no size yet
                 tensor.resize_(meta.shape)
             hosts = tree_map(self._lower, (args, kwargs))
-        self._queue.put(device, partial(self._compute, *hosts))
-        return written[0] if len(written) == 1 else tuple(written) if metas else None
+        self._queue.put(device, partial(self._compute, *hosts), tree_flatten(hosts)[0])
+        return None if not metas else written[0] if len(written) == 1 else tuple(written)
 
     def _at_once(self, device: torch.device, args: Any, kwargs: Any) -> Any:
         """Compute on the calling thread, once the stream has come to it."""
@@ -235,9 +268,13 @@ class _Copy:
             stream.synchronize()
             return target.copy_(_on_host(source))
         from_host = not source.is_cuda
-        into, values = _on_host(target), source.clone() if from_host else _on_host(source)
-        self._queue.put(device, partial(into.copy_, values))
-        if from_host and not source.is_pinned():
+        pageable, captured = from_host and not source.is_pinned(), self._queue.captures(device)
+        if pageable and captured:
+            stream.synchronize()  # which is not permitted
+        # a launch of a graph reads the host's bytes of then
+        into, values = _on_host(target), source.clone() if from_host and not captured else _on_host(source)
+        self._queue.put(device, partial(into.copy_, values), [into, values])
+        if pageable:
             stream.synchronize()
         return target
 

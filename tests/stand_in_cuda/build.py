@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RUNTIME = ("device.cpp", "memory.cpp", "streams.cpp", "copies.cpp", "kernels.cpp")
+RUNTIME = ("device.cpp", "memory.cpp", "streams.cpp", "graphs.cpp", "copies.cpp", "kernels.cpp")
 FLAGS = ("-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
 
 

@@ -67,6 +67,7 @@ DEFAULTS = {
     "rate": 0,
     "kernel_us": 0,
     "lag": 0,
+    "pause_us": 0,
     "allocations": -1,
     "pins": -1,
     "pinned_allocations": -1,

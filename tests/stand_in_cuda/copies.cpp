@@ -8,18 +8,30 @@ using namespace stand_in;
 
 namespace {
 
+// Where one end of a copy was when it was issued, and has to be when it runs.
+enum class Place { device, pinned, pageable };
+
+Place place(const void* address) {
+  return on_device(address) ? Place::device : pinned(address) ? Place::pinned : Place::pageable;
+}
+
+// A copy runs after it was issued, and in a graph again and again.
 struct Copy {
   char* target;
   const char* source;
   size_t bytes;
-  bool to_device, from_pinned;
+  Place to, from;
 
   void run() const {
+    bool to_device = to == Place::device && from != Place::device;
     if (long rate = settings().rate; rate && (to_device || !settings().compute))
       pass(static_cast<double>(bytes) / static_cast<double>(rate));
-    if (from_pinned && !on_device(source) && !pinned(source))
+    if (from == Place::pinned && !on_device(source) && !pinned(source))
       return break_device("a copy reads host memory that was unpinned before the copy had run");
-    if (to_device && !on_device(target)) return break_device("a copy writes device memory that was freed");
+    if (to == Place::pinned && !on_device(target) && !pinned(target))
+      return break_device("a copy writes host memory that was unpinned before the copy had run");
+    if (from == Place::device && !on_device(source)) return break_device("a copy reads device memory that was freed");
+    if (to == Place::device && !on_device(target)) return break_device("a copy writes device memory that was freed");
     std::memcpy(target, source, bytes);
   }
 };
@@ -31,7 +43,8 @@ EXPORTED cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t by
   ENTER;
   use_device(current_device());
   if (!bytes) return cudaSuccess;
-  bool from_device = on_device(source), to_device = on_device(target);
+  Copy copy{static_cast<char*>(target), static_cast<const char*>(source), bytes, place(target), place(source)};
+  bool from_device = copy.from == Place::device, to_device = copy.to == Place::device;
   bool wrong = (kind == cudaMemcpyHostToDevice && (from_device || !to_device)) ||
                (kind == cudaMemcpyDeviceToHost && (!from_device || to_device)) ||
                (kind == cudaMemcpyDeviceToDevice && !(from_device && to_device));
@@ -40,15 +53,17 @@ EXPORTED cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t by
                  to_device ? "device" : "host");
     return fail(cudaErrorInvalidValue);
   }
-  bool from_pinned = pinned(source), pageable = !(from_device || from_pinned) || !(to_device || pinned(target));
-  if (to_device && !from_device) counter(pageable ? "copies to the device, pageable" : "copies to the device, pinned")++;
-  Copy copy{static_cast<char*>(target), static_cast<const char*>(source), bytes, to_device && !from_device, from_pinned};
   Stream* queue = stream_of(stream);
-  push(queue, [copy] { copy.run(); });
+  bool pageable = copy.from == Place::pageable || copy.to == Place::pageable;
+  if (pageable)
+    if (cudaError_t error = forbidden(queue)) return fail(error);
+  const char* name = pageable ? "copies to the device, pageable" : "copies to the device, pinned";
+  if (cudaError_t error = push(queue, [copy] { copy.run(); }, to_device && !from_device ? name : nullptr)) return fail(error);
   if (pageable) synchronize(queue);
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind) {
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   cudaError_t error = cudaMemcpyAsync(target, source, bytes, kind, nullptr);
   if (error == cudaSuccess) synchronize(stream_of(nullptr));
   return error;
@@ -59,19 +74,21 @@ EXPORTED cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, 
 EXPORTED cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch,
                                        size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
   ENTER;
-  push(stream_of(stream), [=] {
+  return fail(push(stream_of(stream), [=] {
     for (size_t row = 0; row < height; row++)
       std::memcpy(static_cast<char*>(target) + row * target_pitch,
                   static_cast<const char*>(source) + row * source_pitch, width);
-  });
-  return cudaSuccess;
+  }));
 }
 EXPORTED cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
   ENTER;
-  push(stream_of(stream), [=] { std::memset(target, value, bytes); });
-  return cudaSuccess;
+  return fail(push(stream_of(stream), [=] {
+    if (bytes && !on_device(target)) return break_device("a fill writes device memory that was freed");
+    std::memset(target, value, bytes);
+  }));
 }
 EXPORTED cudaError_t cudaMemset(void* target, int value, size_t bytes) {
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   cudaError_t error = cudaMemsetAsync(target, value, bytes, nullptr);
   synchronize(stream_of(nullptr));
   return error;

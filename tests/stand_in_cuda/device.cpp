@@ -31,7 +31,8 @@ std::map<std::string, std::atomic<long>>& counters() {
 
 std::map<std::string, std::atomic<long>*> named_settings(Settings& s) {
   return {{"devices", &s.devices}, {"total", &s.total}, {"taken", &s.taken}, {"rate", &s.rate},
-          {"compute", &s.compute}, {"kernel_us", &s.kernel_us}, {"lag", &s.lag}, {"allocations", &s.allocations}, {"pins", &s.pins}, {"pinned_allocations", &s.pinned_allocations},
+          {"compute", &s.compute}, {"kernel_us", &s.kernel_us}, {"lag", &s.lag},
+          {"pause_us", &s.pause_us}, {"allocations", &s.allocations}, {"pins", &s.pins}, {"pinned_allocations", &s.pinned_allocations},
           {"pin_bytes", &s.pin_bytes}, {"refused_address", &s.refused_address}, {"driver", &s.driver}};
 }
 
@@ -43,7 +44,7 @@ std::atomic<long>& counter(const char* name) {
 }
 
 cudaError_t fail(cudaError_t error) {
-  last_error = error;
+  if (error != cudaSuccess) last_error = error;
   return error;
 }
 
@@ -114,7 +115,10 @@ EXPORTED int stand_in_set(const char* name, long value) {
   return 0;
 }
 EXPORTED long stand_in_contexts() { return contexts; }
-EXPORTED void stand_in_break(int on) { stuck = on; }
+EXPORTED void stand_in_break(int on) {
+  stuck = on;
+  last_error = cudaSuccess;
+}
 EXPORTED void stand_in_failed(const char* why) { break_device(why); }
 
 EXPORTED cudaError_t cudaGetDeviceCount(int* n) {
@@ -150,14 +154,37 @@ EXPORTED const char* cudaGetErrorString(cudaError_t e) {
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureMerge: return "operation would result in a merge of separate capture sequences";
+    case cudaErrorStreamCaptureUnmatched: return "capture was not ended in the same stream as it began";
+    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
+    case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
+    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorStreamCaptureWrongThread: return "attempt to terminate a thread-local capture sequence from another thread";
     default: return "an error of the stand-in";
   }
 }
 EXPORTED const char* cudaGetErrorName(cudaError_t e) {
-  return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorOfTheStandIn";
+  switch (e) {
+#define NAMED(error) case error: return #error;
+    NAMED(cudaErrorMemoryAllocation)
+    NAMED(cudaErrorStreamCaptureUnsupported)
+    NAMED(cudaErrorStreamCaptureInvalidated)
+    NAMED(cudaErrorStreamCaptureMerge)
+    NAMED(cudaErrorStreamCaptureUnmatched)
+    NAMED(cudaErrorStreamCaptureUnjoined)
+    NAMED(cudaErrorStreamCaptureIsolation)
+    NAMED(cudaErrorStreamCaptureImplicit)
+    NAMED(cudaErrorCapturedEvent)
+    NAMED(cudaErrorStreamCaptureWrongThread)
+    default: return "cudaErrorOfTheStandIn";
+  }
 }
 EXPORTED cudaError_t cudaDeviceSynchronize() {
   ENTER;
+  if (cudaError_t error = forbidden_on_device()) return fail(error);
   synchronize_all();
   return broken() ? fail(cudaErrorLaunchFailure) : cudaSuccess;
 }

@@ -1,4 +1,5 @@
-// libcuda.so.1: what Triton and its launchers call.  Modules are accepted, launches are counted, nothing is executed.
+// libcuda.so.1: what Triton and its launchers call.  Modules are accepted, launches are counted, nothing is executed.  In a
+// capture a launch becomes a node, which counts when it is replayed.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -51,9 +52,24 @@ EXPORTED int cuModuleLoad(void** found, const char*) { return loaded(found); }
 EXPORTED int cuModuleLoadData(void** found, const void*) { return loaded(found); }
 EXPORTED int cuModuleLoadDataEx(void** found, const void*, unsigned, void*, void*) { return loaded(found); }
 EXPORTED int cuModuleGetFunction(void** function, void*, const char* name) { *function = strdup(name); return 0; }
-EXPORTED int cuLaunchKernel(void*) { launches++; return 0; }
-EXPORTED int cuLaunchKernelEx(void*, void*) { launches++; return 0; }
-EXPORTED int cuLaunchCooperativeKernel(void*) { launches++; return 0; }
+static int launched(void* stream) {
+  static auto captured = reinterpret_cast<int (*)(void*, int*)>(dlsym(RTLD_DEFAULT, "stand_in_launched"));  // of the runtime
+  int error = 0;
+  if (!captured || !captured(stream, &error)) launches++;
+  return error;
+}
+struct Configuration {  // the beginning of CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void* stream;
+};
+EXPORTED int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream) {
+  return launched(stream);
+}
+EXPORTED int cuLaunchKernelEx(const Configuration* given, void*) { return launched(given->stream); }
+EXPORTED int cuLaunchCooperativeKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                       void* stream) {
+  return launched(stream);
+}
 EXPORTED int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n) { *n = 2; return 0; }
 EXPORTED int cuOccupancyMaxActiveClusters(int* n) { *n = 2; return 0; }
 EXPORTED int cuPointerGetAttribute(void* value, int, unsigned long long address) {

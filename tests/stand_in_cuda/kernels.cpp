@@ -7,17 +7,24 @@ using namespace stand_in;
 
 // Queue ``function(job)`` on a stream, as a kernel.
 EXPORTED void stand_in_enqueue(void* stream, void (*function)(long), long job) {
-  counter("kernels of aten")++;
-  push(stream_of(static_cast<cudaStream_t>(stream)), [=] {
+  auto kernel = [=] {
     if (long us = settings().kernel_us) pass(1e-6 * static_cast<double>(us));
     function(job);
-  });
+  };
+  fail(push(stream_of(static_cast<cudaStream_t>(stream)), kernel, "kernels of aten"));
+}
+EXPORTED int stand_in_capturing(void* stream) { return capturing(stream_of(static_cast<cudaStream_t>(stream))); }
+EXPORTED int stand_in_on_device(const void* address) { return on_device(address); }
+// A launch of Triton becomes a node if its stream is captured: returns whether it is, and sets the error.
+EXPORTED int stand_in_launched(void* stream, cudaError_t* error) {
+  Stream* queue = stream_of(static_cast<cudaStream_t>(stream));
+  if (!capturing(queue)) return 0;
+  *error = fail(push(queue, [] {}, "launches of Triton"));
+  return 1;
 }
 
 static cudaError_t launched(cudaStream_t stream) {
-  counter("kernels not computed")++;
-  push(stream_of(stream), [] {});
-  return cudaSuccess;
+  return fail(push(stream_of(stream), [] {}, "kernels not computed"));
 }
 EXPORTED cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
   ENTER;

@@ -71,6 +71,7 @@ EXPORTED long stand_in_pinned_bytes() {
 
 EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
   ENTER;
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   use_device(current_device());
   Lock lock(lock_of_memory());
   *address = nullptr;
@@ -85,6 +86,7 @@ EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
 EXPORTED cudaError_t cudaFree(void* address) {
   ENTER;
   if (!address) return cudaSuccess;
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   synchronize_all();
   Lock lock(lock_of_memory());
   auto found = device_ranges().find(static_cast<char*>(address));
@@ -106,6 +108,7 @@ EXPORTED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   ENTER;
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   use_device(current_device());
   Lock lock(lock_of_memory());
   if (!spend(settings().pinned_allocations) || !(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
@@ -115,6 +118,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
 EXPORTED cudaError_t cudaMallocHost(void** address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
 EXPORTED cudaError_t cudaFreeHost(void* address) {
   ENTER;
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   synchronize_all();
   Lock lock(lock_of_memory());
   auto found = pinned_ranges().find(static_cast<char*>(address));
@@ -125,6 +129,7 @@ EXPORTED cudaError_t cudaFreeHost(void* address) {
 }
 EXPORTED cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   ENTER;
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   use_device(current_device());
   Lock lock(lock_of_memory());
   auto* begin = static_cast<char*>(address);
@@ -140,6 +145,7 @@ EXPORTED cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
 }
 EXPORTED cudaError_t cudaHostUnregister(void* address) {
   ENTER;
+  if (cudaError_t error = forbidden_to_thread()) return fail(error);
   Lock lock(lock_of_memory());
   if (!pinned_ranges().erase(static_cast<char*>(address))) return fail(cudaErrorHostMemoryNotRegistered);
   return cudaSuccess;

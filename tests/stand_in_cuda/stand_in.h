@@ -5,7 +5,8 @@
 // Triton down to cubins, and the generated wrappers with their asserts.
 //
 //   memory.cpp   device and pinned memory; allocations and pins that a test makes fail
-//   streams.cpp  streams, events, capture
+//   streams.cpp  streams and events
+//   graphs.cpp   captures, and launches of graphs
 //   copies.cpp   copies and fills, with a rate for those to the device
 //   kernels.cpp  launches, which do nothing, and aten's kernels, which Python computes (aten_on_host.py)
 //   device.cpp   devices, their properties, errors
@@ -16,7 +17,9 @@
 //   * aten's CUDA kernels are computed by the CPU's on the same bytes: no number of cuBLAS, cuDNN or SDPA on CUDA.
 //   * No time means anything.  One engine per stream: copies do not share a link, kernels do not share an SM.  Where kernels do
 //     not compute, it does not depend on the machine either.
-//   * No NCCL, IPC, graphs (a capture is noticed, not recorded), peer access, managed memory or profiler.
+//   * No NCCL, IPC, peer access, managed memory or profiler.
+//   * Graphs come from captures only: no graph in a graph, no update, no conditional node.  Each stream counts as created with
+//     cudaStreamNonBlocking, as torch's are.  Random numbers of aten are the CPU's: a replay draws new ones.
 //   * A copy from pageable memory always waits for its stream; CUDA stages small ones at once.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -25,7 +28,9 @@
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <vector>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 // Every entry point counts its calls, and fails in a child that was forked from a process that has used CUDA.  Most fail once
@@ -43,10 +48,13 @@
 namespace stand_in {
 
 using Lock = std::unique_lock<std::mutex>;
+using Work = std::function<void()>;
 
-void pass(double seconds);                     // let them pass on the stream whose work the calling thread runs
+// A stream is a thread, and so is each captured stream in a launch of its graph.
+extern thread_local double own_time;           // seconds on the clock of the stream that the calling thread runs
+void pass(double seconds);                     // let them pass on that stream
 std::atomic<long>& counter(const char* name);  // calls of an entry point
-cudaError_t fail(cudaError_t error);           // make it the calling thread's last error; returns it
+cudaError_t fail(cudaError_t error);           // returns it; an error becomes the calling thread's last one
 bool broken();                                 // whether an error stuck
 bool in_child();                               // whether CUDA was used before the fork that made this process
 void break_device(const char* why);            // let an error stick, and say why on stderr
@@ -62,7 +70,10 @@ struct Settings {
                                              // on which a kernel takes kernel_us and any copy its bytes by rate
   std::atomic<long> rate{0};                 // bytes/s of a copy to the device; 0: at once
   std::atomic<long> kernel_us{0};            // least time of an aten kernel
-  std::atomic<long> lag{0};                  // operations that the host is ahead of the streams, unless it waits
+  std::atomic<long> lag{0};                  // operations that the host is ahead of the streams, unless it waits; a launch of
+                                             // a graph is one
+  std::atomic<long> pause_us{0};             // launch n of a graph pauses before each node of the captured streams whose bits
+                                             // are set in n: slow and fast ones come in all combinations
   std::atomic<long> allocations{-1};         // device allocations that still succeed
   std::atomic<long> pins{-1};                // registrations that still succeed
   std::atomic<long> pinned_allocations{-1};  // allocations of pinned memory that still succeed
@@ -84,9 +95,29 @@ class Waiting {
 
 class Stream;
 Stream* stream_of(cudaStream_t stream);        // of the current device for the default stream
-void push(Stream* stream, std::function<void()> work);
+bool is_default(cudaStream_t stream);
+// Run work in its turn.  In a capture it becomes a node, which each launch of the graph runs.  It counts under its name when it
+// is queued, and as "NAME, replayed", or "other nodes, replayed", when a launch runs it.
+cudaError_t push(Stream* stream, Work work, const char* name = nullptr);
 void synchronize(Stream* stream);
 void synchronize_all();
+
+// Captures, graphs.cpp.  What a capture forbids invalidates it, and is an error.
+struct Capture;
+struct Node;
+struct Point {  // of a capture, what an event that was recorded there stands for
+  std::shared_ptr<Capture> capture;
+  std::vector<Node*> after;
+};
+bool capturing(Stream* stream);
+cudaError_t forbidden(Stream* stream);         // to a stream that is captured
+cudaError_t forbidden_on_device();             // while any stream of the current device is captured
+cudaError_t forbidden_to_thread();             // while some stream is captured, by the modes of the capture and of the thread
+cudaError_t forbidden(const Point& point);     // to an event that was recorded in a capture
+cudaError_t add_node(Stream* stream, std::function<Work()> at_launch, const char* name);
+cudaError_t record_point(Stream* stream, Point* point);
+cudaError_t wait_for_point(Stream* stream, bool is_default, const Point& point);
+cudaError_t wait_outside(Stream* stream);      // for an event that was recorded outside of the capture
 
 bool on_device(const void* address);
 bool pinned(const void* address);

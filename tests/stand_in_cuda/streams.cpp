@@ -28,14 +28,14 @@ class HostWaits : Waiting {
 
 }  // namespace
 
-static thread_local Stream* running = nullptr;  // by the calling thread
+thread_local double own_time = 0;
 
 class Stream {
  public:
   Stream() {
     std::thread([this] { run(); }).detach();
   }
-  void push(std::function<void()> work) {
+  void push(Work work) {
     Lock lock(lock_);
     while (queue_.size() >= kDepth) {
       lock.unlock();
@@ -60,21 +60,18 @@ class Stream {
     return over_ == pushed_;
   }
   int priority = 0;
-  std::atomic<bool> capturing{false};
-  double own_time = 0;  // seconds of its own clock, of the thread that runs it
 
  private:
   static constexpr size_t kDepth = 1024;  // then the host waits, as about so many launches fill a queue of CUDA's
   struct Operation {
-    std::function<void()> work;
+    Work work;
     long number;  // in the order in which the host queued all of them
   };
   // Whether the host is as far ahead of an operation as the setting says, or waits.
   static bool due(const Operation& next) { return queued() - next.number >= settings().lag || waiting; }
   void run() {
-    running = this;
     for (;;) {
-      std::function<void()> work;
+      Work work;
       {
         Lock lock(lock_);
         filled_.wait(lock, [this] { return !queue_.empty(); });
@@ -112,13 +109,14 @@ std::map<int, Stream*>& default_streams() {
   return *all;
 }
 
-// An event counts the marks made by the host and reached by streams.
+// An event counts the marks made by the host and reached by streams.  One that was last recorded in a capture has a point of it.
 struct Event {
   explicit Event(bool is_timed) : timed(is_timed) {}
   std::mutex lock;
   std::condition_variable changed;
   unsigned long made = 0, reached = 0;
   double at = 0;
+  Point captured;
   const bool timed;
   bool over() { return reached >= made; }
 };
@@ -126,7 +124,7 @@ struct Event {
 Event* event_of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
 
 double steady() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-double time_of_stream() { return settings().compute ? steady() : running->own_time; }
+double time_of_stream() { return settings().compute ? steady() : own_time; }
 
 // Returns when it was reached.
 double wait_for(Event* event, unsigned long mark) {
@@ -135,10 +133,38 @@ double wait_for(Event* event, unsigned long mark) {
   return event->at;
 }
 
+// Both are called by the host, and return what the stream does.
+Work recording(Event* event) {
+  Lock lock(event->lock);
+  event->captured = {};
+  return [event, mark = ++event->made] {
+    {
+      Lock lock(event->lock);
+      event->reached = std::max(event->reached, mark);
+      event->at = time_of_stream();
+    }
+    event->changed.notify_all();
+  };
+}
+Work waiting_for(Event* event) {
+  Lock lock(event->lock);  // for the newest mark when the host calls; none: nothing to wait for
+  return [event, mark = event->made] { own_time = std::max(own_time, wait_for(event, mark)); };
+}
+
+// Whether the host may ask for the state of an event.
+cudaError_t askable(Event* event) {
+  Lock lock(event->lock);
+  return event->captured.capture ? forbidden(event->captured) : forbidden_to_thread();
+}
+
 }  // namespace
 
+bool is_default(cudaStream_t stream) {
+  return !stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+}
+
 Stream* stream_of(cudaStream_t stream) {
-  if (stream && stream != cudaStreamLegacy && stream != cudaStreamPerThread) return reinterpret_cast<Stream*>(stream);
+  if (!is_default(stream)) return reinterpret_cast<Stream*>(stream);
   Lock lock(lock_of_streams());
   Stream*& found = default_streams()[current_device()];
   if (!found) all_streams().push_back(found = new Stream);
@@ -147,13 +173,18 @@ Stream* stream_of(cudaStream_t stream) {
 
 void pass(double seconds) {
   if (!settings().compute) {
-    running->own_time += seconds;
+    own_time += seconds;
     return;
   }
   for (double end = steady() + seconds; steady() < end;) usleep(50);
 }
 
-void push(Stream* stream, std::function<void()> work) { stream->push(std::move(work)); }
+cudaError_t push(Stream* stream, Work work, const char* name) {
+  if (capturing(stream)) return add_node(stream, [work] { return work; }, name);
+  if (name) counter(name)++;
+  stream->push(std::move(work));
+  return cudaSuccess;
+}
 void synchronize(Stream* stream) { stream->synchronize(); }
 void synchronize_all() {
   std::vector<Stream*> all;
@@ -185,11 +216,15 @@ EXPORTED cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned fl
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t) { ENTER; return cudaSuccess; }
 EXPORTED cudaError_t cudaStreamQuery(cudaStream_t stream) {
   ENTER;
-  return stream_of(stream)->empty() ? cudaSuccess : fail(cudaErrorNotReady);
+  Stream* asked = stream_of(stream);
+  if (cudaError_t error = capturing(asked) ? forbidden(asked) : forbidden_to_thread()) return fail(error);
+  return asked->empty() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ENTER;
-  stream_of(stream)->synchronize();
+  Stream* awaited = stream_of(stream);
+  if (cudaError_t error = capturing(awaited) ? forbidden(awaited) : forbidden_to_thread()) return fail(error);
+  awaited->synchronize();
   return broken() ? fail(cudaErrorLaunchFailure) : cudaSuccess;
 }
 EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -197,26 +232,27 @@ EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   *priority = stream_of(stream)->priority;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   ENTER;
   Event* awaited = event_of(event);
-  unsigned long mark;
-  {
-    Lock lock(awaited->lock);
-    mark = awaited->made;  // the newest mark when the host calls; none: nothing to wait for
-  }
-  stream_of(stream)->push([=] { running->own_time = std::max(running->own_time, wait_for(awaited, mark)); });
-  return cudaSuccess;
+  Stream* waits = stream_of(stream);
+  bool inside = capturing(waits);
+  if (flags & cudaEventWaitExternal)
+    return inside ? fail(add_node(waits, [=] { return waiting_for(awaited); }, nullptr)) : fail(cudaErrorInvalidValue);
+  Lock lock(awaited->lock);
+  if (awaited->captured.capture) return fail(wait_for_point(waits, is_default(stream), awaited->captured));
+  if (inside) return awaited->made ? fail(wait_outside(waits)) : cudaSuccess;
+  lock.unlock();
+  return push(waits, waiting_for(awaited));
 }
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   ENTER;
-  stream_of(stream)->push([=] { function(data); });
-  return cudaSuccess;
+  return fail(push(stream_of(stream), [=] { function(data); }));
 }
 EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
   ENTER;
-  stream_of(stream)->push([=] { function(stream, cudaSuccess, data); });
-  return cudaSuccess;
+  if (cudaError_t error = forbidden(stream_of(stream))) return fail(error);
+  return push(stream_of(stream), [=] { function(stream, cudaSuccess, data); });
 }
 
 EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
@@ -227,23 +263,16 @@ EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags
 }
 EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t) { ENTER; return cudaSuccess; }  // a stream may still hold it
-EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   ENTER;
   Event* marked = event_of(event);
-  unsigned long mark;
-  {
-    Lock lock(marked->lock);
-    mark = ++marked->made;
-  }
-  stream_of(stream)->push([=] {
-    {
-      Lock lock(marked->lock);
-      marked->reached = mark;
-      marked->at = time_of_stream();
-    }
-    marked->changed.notify_all();
-  });
-  return cudaSuccess;
+  Stream* marks = stream_of(stream);
+  bool inside = capturing(marks);
+  if (flags & cudaEventRecordExternal)
+    return inside ? fail(add_node(marks, [=] { return recording(marked); }, nullptr)) : fail(cudaErrorInvalidValue);
+  if (!inside) return push(marks, recording(marked));
+  Lock lock(marked->lock);
+  return fail(record_point(marks, &marked->captured));
 }
 EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
@@ -251,13 +280,15 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
   ENTER;
   Event* asked = event_of(event);
+  if (cudaError_t error = askable(asked)) return fail(error);
   Lock lock(asked->lock);
   return asked->over() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   ENTER;
-  HostWaits for_event;
   Event* marked = event_of(event);
+  if (cudaError_t error = askable(marked)) return fail(error);
+  HostWaits for_event;
   unsigned long mark;
   {
     Lock lock(marked->lock);
@@ -270,33 +301,9 @@ EXPORTED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent
   ENTER;
   Event *begin = event_of(from), *end = event_of(to);
   if (!begin->timed || !end->timed) return fail(cudaErrorInvalidResourceHandle);
+  for (Event* asked : {begin, end})
+    if (cudaError_t error = askable(asked)) return fail(error);
   if (!begin->over() || !end->over()) return fail(cudaErrorNotReady);
   *ms = static_cast<float>(1e3 * (end->at - begin->at));
   return cudaSuccess;
 }
-
-// A capture is noticed, and nothing is recorded.
-EXPORTED cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  ENTER;
-  stream_of(stream)->capturing = true;
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  ENTER;
-  stream_of(stream)->capturing = false;
-  *graph = reinterpret_cast<cudaGraph_t>(0x40);
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  COUNTED;
-  bool on = stream_of(stream)->capturing;
-  *status = on ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
-                                              unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-                                              const cudaGraphEdgeData**, size_t*) {
-  if (id) *id = 1;
-  return cudaStreamIsCapturing(stream, status);
-}
-EXPORTED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { COUNTED; return cudaSuccess; }

@@ -67,16 +67,70 @@ def test_the_first_half_hour_on_a_card(tmp_path: Path) -> None:
     assert "copies of one direction" in (tmp_path / "gpu.md").read_text()
     moved = tmp_path / "on another machine"
     done = card(moved, "--parts", "facts,profile,wan,loopback,flux", "--resume", str(tmp_path))
-    assert done.stdout.endswith("5 of 6 parts ran and passed\n"), done.stdout[-3000:]
+    assert done.stdout.endswith("5 of 9 parts ran and passed\n"), done.stdout[-3000:]
     assert "--- facts" not in done.stdout and "--- wan" in done.stdout
     text, cases = (moved / "gpu.md").read_text(), json_of(moved, "gpu.json")["cases"]
     assert "A rehearsal" in text and "What one card cannot show" in text and "Failed" not in text, text
     assert len(cases) == 4 and all(case["record"] for case in cases.values())
     steps = cases["wan"]["record"]["steps_s"]
-    assert {"resident", "layerwise", "chunkflow", "inductor"} <= steps.keys() and any("diffusers" in a for a in steps)
+    assert {"resident", "layerwise", "chunkflow", "by-kind", "apply", "inductor"} <= steps.keys() and any(
+        "diffusers" in a for a in steps
+    )
     assert cases["wan"]["record"]["arms"]["layerwise"]["moved_bytes_per_step"] > 0
-    lines = [json.loads(line) for line in (moved / "gpu_steps.jsonl").read_text().splitlines()]
-    assert sum("case" in line for line in lines) == 4 and sum("seconds" in line for line in lines) >= 6 * len(steps)
+    assert "diffusers-group-offload" in cases["wan"]["record"]["host_bounds"], "eager: it has no place to wait"
+    lines = lines_of(moved / "gpu_steps.jsonl")
+    turns = sum(len(turns) for case in cases.values() for turns in case["record"]["steps_s"].values())
+    assert sum("case" in line for line in lines) == 4 and sum("seconds" in line for line in lines) == turns > 0
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_users_call(tmp_path: Path, scripts: None) -> None:
+    """A case that has ended is not run again, and one that fails says so; outputs are compared across processes."""
+    from gpu_page import write
+
+    out, script = tmp_path / "gpu_calls.jsonl", str(ROOT / "docs" / "benchmarks" / "card_calls.py")
+    model = "wan2.2-ti2v-5b"
+    cases = [f"{case} {model}" for case in ("compile", "apply", "adapters")]
+    call = (sys.executable, script, "--out", str(out), "--small", "--cases", ",".join(cases))
+    run(*call, STAND_IN_COMPUTE="1")
+    found = lines_of(out)
+    assert [line["case"] for line in found if line.get("ended")] == ["compile", "apply", "adapters"]
+    equal = [(line["case"], line["arm"], line["equal"]) for line in found if "equal" in line]
+    assert [case for case, _, same in equal if same] == 3 * ["compile"] + ["apply"] + 2 * ["adapters"], equal
+    for line in found:
+        if "step_ms" in line:
+            assert line["step_ms"] > 0 < line["host_ms"] and (line["moved_bytes"] > 0) == (
+                "%" in line["arm"] or line["case"] == "apply"
+            )
+    assert all(line["restored"] for line in found if line["case"] == "apply" and "restored" in line)
+    assert all(not line["compiled"] for line in found if line["case"] == "adapters" and "compiled" in line)
+    run(*call)
+    assert lines_of(out) == found
+    run(*call[:-1], "adapters flux.1-dev", code=1)  # no kernel computes
+    assert "failed" in lines_of(out)[-1]
+    write(tmp_path / "gpu.md")
+    text = (tmp_path / "gpu.md").read_text()
+    assert "## What users call" in text and "* **adapters, flux.1-dev: " in text
+
+
+def test_whether_a_step_can_be_one_graph(tmp_path: Path) -> None:
+    card(tmp_path, "--parts", "graphs", STAND_IN_COMPUTE="1")
+    found = lines_of(tmp_path / "gpu_graphs.jsonl")
+    assert [line["check"] for line in found if line.get("ended")] == [
+        "overlap",
+        "launches",
+        "host bytes",
+        "unregistered",
+        "events",
+        "nccl",
+    ]
+    read = [line["read"] for line in found if "read" in line]
+    assert read == [True, True, False, True, False], "host bytes, then four orders of an external event"
+    assert any("GO: copies inside a graph" in line.get("says", "") for line in found)
+    assert "## Whether a step can be one CUDA graph" in (tmp_path / "gpu.md").read_text()
 
 
 def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> None:

@@ -257,6 +257,7 @@ def test_restoring_to_the_card_copies_before_it_unpins() -> None:
     assert made["cudaHostUnregister"] == registered
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_capture_is_refused() -> None:
     model, run, twin = placed()
     steps(run, twin, 1)

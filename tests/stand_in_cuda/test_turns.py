@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_gpu import MIB
+from torch._inductor.codecache import PyCodeCache
 from tqdm import tqdm
 
 from chunkflow_compile.bench import host as bench_host
@@ -100,31 +101,36 @@ def test_copies_for_the_next_step_take_their_time_inside_the_clock(
 def test_the_host_is_timed_while_nothing_is_queued(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that is steps ahead of a card waits for room in its queue, and that is no work of the host."""
-    run, waits = turns(tmp_path, ["resident", "layerwise", "by-kind"], 3), dict[str, list[int]]()
-    timed, wait, waited = run._host_seconds, torch.cuda.synchronize, [0]
+    """A host that is steps ahead of a card waits for room in its queue, and that is no work of the host: neither between
+    instructions nor between kernels of plain torch.compile, whose modules are as they were afterwards."""
+    arms = ("resident", "layerwise", "by-kind", "inductor", "apply")
+    run, waits = turns(tmp_path, arms, 3), dict[str, list[int]]()
+    timed, wait, waited = run._host_times, torch.cuda.synchronize, [0]
 
     def waiting(*device: Any) -> None:
         waited[0] += 1
         wait(*device)
 
-    def watched(arm: bench_turns.RunningArm, call: Any) -> list[float]:
+    def watched(arm: bench_turns.RunningArm, call: Any) -> list[bench_host.HostTime]:
         def counted() -> None:
             assert torch.cuda.current_stream().query()
             before = waited[0]
-            call()
+            with control.counted() as made:
+                call()
             waits.setdefault(arm.name, []).append(waited[0] - before)
+            if arm.name == "inductor":
+                assert waited[0] - before == made["launches of Triton"] // 4 > 1
 
         return timed(arm, counted)
 
     monkeypatch.setattr(torch.cuda, "synchronize", waiting)
     monkeypatch.setattr(bench_host, "EVERY", 4)
-    monkeypatch.setattr(run, "_host_seconds", watched)
+    monkeypatch.setattr(run, "_host_times", watched)
     found = run.run().arms
     assert all(len(arm.host_s) == bench_host.SAMPLES and min(arm.host_s) > 0 for arm in found.values())
-    assert waits.keys() == found.keys()
-    for times in waits.values():
-        assert len(times) == bench_host.SAMPLES and min(times) >= 1, "between instructions"
+    assert {name: arm.host_waits for name, arm in found.items()} == {name: min(waits[name]) for name in arms}
+    assert all(arm.host_waits for arm in found.values())
+    assert not any(isinstance(k, bench_host._Paused) for m in PyCodeCache.modules for k in vars(m).values())
 
 
 def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> None:

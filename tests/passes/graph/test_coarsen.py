@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,14 @@ from torch import nn
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, joined, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement import coarsest
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
 
 WIDTH, LAYERS, BLOCKS = 64, 6, 4
 WEIGHT = 4 * WIDTH * WIDTH
@@ -136,6 +140,19 @@ def test_a_part_is_judged_with_those_of_its_kind(traced: Traced) -> None:
         part = choose_cut(replace(block, repeats=repeats), Settings(hardware=SLOW, chunk_bytes=4096, part=True))
         counts.append(len(part.regions))
     assert counts[0] == 1 and counts[-1] == LAYERS and counts == sorted(counts), counts
+    joined_part = choose_cut(replace(block, repeats=repeats), Settings(hardware=SLOW, part=True, joined=True))
+    assert len(joined_part.regions) == LAYERS
+    asked: list[tuple[int, ...]] = []
+
+    def no_plan(problem: Problem, *, memory: int | None, ends: Sequence[int] | None = None) -> Plan:
+        asked.append((len(problem.regions), *(ends or ())))
+        raise ChunkflowError("too little")
+
+    coarsest.coarsest(make_cut(block, WEIGHT), repeats, None, no_plan)
+    calls = range(1, BLOCKS + 1)
+    assert asked == [(BLOCKS * LAYERS, *(LAYERS * call for call in calls))], (
+        "each block is a call, which ends by itself"
+    )
     problem = make_cut(block, WEIGHT).problem
     again = repeated(problem, 3)
     assert sum(streamed_bytes(again)) == 3 * sum(streamed_bytes(problem)) and len(again.regions) == 3 * LAYERS

@@ -16,6 +16,7 @@ from problems import CHUNK, MACHINE, blocks_problem, machines, problem, small_pr
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import POLICIES
+from chunkflow_compile.passes.pipeline import Settings, join_loss, make_plan
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
 from chunkflow_compile.passes.placement.place import Builder, least_memory, place
 from chunkflow_compile.passes.placement.search import Planner
@@ -111,6 +112,10 @@ def test_everything_resident_is_the_resident_policy_exactly(compute: float) -> N
     assert ample.predicted is not None and resident.predicted is not None
     assert ample.predicted.step_s == pytest.approx(resident.predicted.step_s, abs=1e-9)
     assert resident.device_bytes == found.total_bytes and resident.moved_bytes == 0
+    in_the_arena = planned(found, memory=2 * found.total_bytes, inside=True)
+    assert any(None in w.windows for w in in_the_arena.streamed)
+    step_s = Simulator(found, MACHINE, CHUNK).step_under(in_the_arena)
+    assert in_the_arena.predicted is not None and step_s == pytest.approx(in_the_arena.predicted.step_s, abs=1e-9)
 
 
 @pytest.mark.parametrize(("compute", "exchange"), [(8.0, 4.0), (20.0, 2.0), (30.0, 6.0), (60.0, 4.0)])
@@ -264,6 +269,49 @@ def test_a_plan_of_layerwise_barrier_names_the_collective_that_waits() -> None:
     reasons = [w.why for w in plan.weights]
     assert all(re.search(r"; c\d+ waits until it is there$", why) for why in reasons), reasons
     assert all(w.slack_s is not None and w.slack_s >= 0 for w in plan.weights), "readers never wait, collectives do"
+
+
+@pytest.mark.parametrize(("compute", "share"), [(8.0, 0.2), (13.0, 0.5), (40.0, 0.2)])
+@pytest.mark.parametrize("calls", [1, 4])
+def test_joins_cost_little_as_no_copy_is_planned_across_one(compute: float, share: float, calls: int) -> None:
+    found = blocks_problem(8, compute)  # 13 us of copies a block, 16 of collectives
+    count = len(found.regions)
+    ends = range(count // calls, count + 1, count // calls)
+    goal = Settings(hardware=MACHINE, chunk_bytes=CHUNK, memory=int(share * found.total_bytes))
+    plan = make_plan(found, replace(goal, joined=True), ends=ends)
+    assert plan.joins == tuple(ends) and plan.device_bytes <= share * found.total_bytes
+    assert plan == make_plan(found, replace(goal, joined=True), ends=ends)
+    assert plan.predicted is not None and plan.moved_bytes > 0
+    assert plan.predicted.step_s == pytest.approx(Simulator(found, MACHINE, CHUNK).step_under(plan), abs=1e-9)
+    assert join_loss(found, goal, ends=ends) < 0.02
+    given = replace(goal, plan=replace(plan, joins=()))
+    as_given = join_loss(found, given, ends=ends)
+    assert as_given == pytest.approx(
+        plan.predicted.step_s / Simulator(found, MACHINE, CHUNK).step_under(given.plan) - 1
+    )
+
+
+@settings(max_examples=25)
+@given(small_problems(chunks=12), machines(), st.floats(0, 1), st.booleans())
+def test_a_goal_is_kept_with_joins(found: Problem, machine: Hardware, room: float, two: bool) -> None:
+    memory = floor(found, machine) + int(room * found.total_bytes)
+    joins = (1, len(found.regions)) if two else (len(found.regions),)
+    plan = planned(found, machine, memory=memory, joins=joins)
+    assert plan.device_bytes <= memory and plan.joins == joins
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= plan.device_bytes
+    assert ratio(planned(found, machine, slowdown=1.3, joins=joins)) <= 1.3 + 1e-6
+
+
+def test_joins_are_asked_for_and_kept_without_streamed_weights() -> None:
+    found = blocks_problem(2)
+    ample = Settings(hardware=MACHINE, chunk_bytes=CHUNK, memory=2 * found.total_bytes)
+    resident = replace(ample, policy="resident", memory=None)
+    for goal in (ample, resident):
+        plan = make_plan(found, replace(goal, joined=True))
+        assert make_plan(found, goal).joins == () and plan.joins == (len(found.regions),)
+        assert join_loss(found, goal) == pytest.approx(0, abs=1e-9)
+    assert not make_plan(found, replace(resident, joined=True)).streamed
+    assert join_loss(found, Settings(hardware=MACHINE, chunk_bytes=CHUNK, slowdown=1.5)) < 0.02
 
 
 def test_both_goals_and_impossible_ones_are_refused() -> None:

@@ -10,7 +10,7 @@ from problems import CHUNK, MACHINE, problem, weight
 
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.schedule import schedule, transfers
-from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
+from chunkflow_compile.passes.placement.timeline import END_OF_CALL, Simulator, Timeline
 from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
 from chunkflow_compile.passes.problem import Problem
@@ -176,6 +176,35 @@ def test_each_chunk_and_each_collective_has_its_overhead() -> None:
     assert played.step_s == pytest.approx((52 + 5 + 52) * US)
 
 
+def test_compute_waits_at_the_end_of_a_call_for_all_copies_issued_so_far() -> None:
+    found = problem([5, 5, 5], [weight(0, 6 * CHUNK, (1,)), weight(1, 6 * CHUNK, (2,))])
+    # copies for 6 us each, issued at 10 and at 0 us of the compute
+    ops, simulator = transfers(found, {"w0": (2,) * 6, "w1": (0,) * 6}), Simulator(found, MACHINE, CHUNK)
+    for joins, step_us, waits in (
+        ((), 15, []),
+        ((3,), 16, [(15, 16)]),
+        ((1, 3), 17, [(5, 6), (16, 17)]),
+        ((2, 3), 16, [(15, 16)]),
+    ):
+        played = simulator.play(schedule(found, ops, joins))
+        spans = [(s.start, s.end) for s in played.spans if (s.lane, s.name) == ("join", END_OF_CALL)]
+        assert played.step_s == pytest.approx(step_us * US), joins
+        assert spans == [pytest.approx((a * US, b * US)) for a, b in waits]
+        assert played.exposed_s == pytest.approx(sum(b - a for a, b in waits) * US)
+    resident = [simulator.play(schedule(found, transfers(found, {}), joins)) for joins in ((), (1, 3))]
+    assert resident[0] == resident[1]
+
+
+def test_no_gap_of_the_link_has_a_join_inside() -> None:
+    found = problem([5, 5, 5], [], [(1, 2)])
+    simulator = Simulator(found, MACHINE, CHUNK)
+    resident = simulator.play(schedule(found, transfers(found, {})))
+    apart = [(0, 5), (7, 12), (12, 17)]
+    for joins, gaps in (((), [(0, 5), (7, 17)]), ((3,), [(0, 5), (7, 17)]), ((2, 3), apart), ((1, 2, 3), apart)):
+        found_gaps = [t / US for gap in link_of(resident, simulator, joins).gaps for t in gap]
+        assert found_gaps == pytest.approx([t for gap in gaps for t in gap])
+
+
 def test_a_program_plays_as_its_plan_predicts() -> None:
     cut = ulysses_cut(4)
     machine = replace(
@@ -188,5 +217,8 @@ def test_a_program_plays_as_its_plan_predicts() -> None:
             schedule(cut.problem, transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers))
         )
         assert replace(played, spans=()) == replace(again, spans=()), policy
+        joined = replace(plan, joins=(len(cut.problem.regions),))
+        played = play_program(rewrite(cut, joined), machine)
+        assert played.step_s == Simulator(cut.problem, machine, plan.chunk_bytes).step_under(joined)
         assert (played.copy_s > 0) == (policy != "resident")
         assert bool(plan.barriers) == (policy == "layerwise-barrier")

@@ -287,10 +287,13 @@ def test_rejects_changed_data_flow(
     room=st.floats(0, 1),
     chunk=st.sampled_from([256, 1024, 4096, 1 << 20]),
     group=st.sampled_from([1, 9000, 1 << 20]),
+    joined=st.booleans(),
 )
-def test_accepts_every_plan_that_place_makes(layers: int, policy: str, room: float, chunk: int, group: int) -> None:
+def test_accepts_every_plan_that_place_makes(
+    layers: int, policy: str, room: float, chunk: int, group: int, joined: bool
+) -> None:
     cut = make_cut(traced_stack(layers), group)
-    goal: dict[str, Any] = {"policy": policy}
+    goal: dict[str, Any] = {"policy": policy, "joins": (len(cut.problem.regions),) if joined else ()}
     if policy == "chunkflow":
         goal["memory"] = 32768 + int(room * cut.problem.total_bytes)
     plan = plan_of(cut.problem, chunk_bytes=chunk, **goal)

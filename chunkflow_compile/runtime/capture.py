@@ -1,0 +1,154 @@
+"""Capture: record a call as a CUDA graph, if it can be one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.graph.discover import group_names
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.weights.groups import group_named, numbers
+from chunkflow_compile.weights.source import DriveBytes
+
+from .arena import Binding
+from .cuda_graphs import MOST_GRAPHS, CaptureLog, CudaGraph
+from .instructions import Cost, OnDevice, Step, instructions
+from .wrapped_calls import undeclared
+
+
+class CannotCaptureError(ChunkflowError):
+    """Why a call is no CUDA graph."""
+
+
+# An input by its position.
+_Placed = tuple[int, torch.Tensor]
+
+
+def check_capture(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> None:
+    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are.
+
+    ``collectives``: whether those can be.
+    """
+    if (reason := next(_reasons(program, cycle, binding, collectives), None)) is not None:
+        raise CannotCaptureError(reason)
+
+
+def _reasons(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> Iterator[str]:
+    for name, host in binding.hosts.items():
+        if isinstance(host, DriveBytes):
+            yield f"{name} is on the drive, and a graph copies from host memory only"
+    if reason := binding.arena.streams.why_not_recorded():
+        yield reason
+    if program.problem.collectives and not collectives:
+        yield 'it has collectives, which cudagraphs="collectives" records too (experimental)'
+    if (calls := len(cycle.calls)) > MOST_GRAPHS:
+        yield f"it is one of {calls} calls, and an arena has at most {MOST_GRAPHS} graphs: compile the model whole"
+    if not cycle.plan.joins:
+        yield (
+            "waiting for all copies at the end of each call is predicted to cost 1 % of the step or more, or its plan was "
+            "given and has no joins"
+        )
+
+
+def record(
+    program: Program,
+    regions: Mapping[str, Callable[..., Sequence[Any]]],
+    binding: Binding,
+    poison: bool,
+    cycle: Cycle,
+    env: Sequence[Any],
+    log: CaptureLog,
+) -> CudaGraph | None:
+    """Record a call as :func:`capture`, if it can be; None, with the reason in its log, if not.
+
+    Ranks that meet in the collectives of the call record it together: if one cannot, none does.
+    """
+    graph, why = None, ""
+    try:
+        check_capture(program, cycle, binding, log.wanted == "collectives")
+        graph = capture(program, regions, binding, poison, cycle, env, log)
+    except RuntimeError as error:
+        why = str(error) if isinstance(error, CannotCaptureError) else first_line(error)
+    if log.wanted == "collectives":
+        why = _of_any_rank(program, why)
+    if why and graph is not None:
+        graph.drop(why)
+        graph = None
+    if why:
+        log.refuse(why)
+    return graph
+
+
+def _of_any_rank(program: Program, why: str) -> str:
+    """Why a rank does not record a call, with its number; empty if all do.  ``why``: that of this rank."""
+    groups = (group_named(name) for name in group_names(program.module.graph))
+    for group in {group.ranks: group for group in groups if group is not None}.values():
+        posted = group.posted(group.post("CUDA graph", why), group.timeout.total_seconds())
+        if late := group.missing(posted):
+            return why or f"{numbers(late)} did not record it within {group.timeout.total_seconds():g} s"
+        why = why or next((f"on rank {rank}: {other}" for rank, other in posted.items() if other), "")
+    return why
+
+
+def capture(
+    program: Program,
+    regions: Mapping[str, Callable[..., Sequence[Any]]],
+    binding: Binding,
+    poison: bool,
+    cycle: Cycle,
+    env: Sequence[Any],
+    log: CaptureLog,
+) -> CudaGraph:
+    """Record a call on inputs of these sizes; nothing is computed.  ``env``: the inputs, and a place for each other value.
+
+    Raises CannotCaptureError for inputs that cannot be recorded, and RuntimeError for an op that cannot, or without memory.
+    """
+    begun, device, arena = time.monotonic(), binding.arena.streams, binding.arena
+    inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    weights = set(program.weight_inputs.values())
+    values, copied, in_place, fixed = list(env), list[_Placed](), list[_Placed](), list[tuple[int, Any]]()
+    for position, node in enumerate(inputs):
+        value = env[position]
+        if not isinstance(value, torch.Tensor):
+            fixed.append((position, value))
+        elif value.device.type != arena.device.type:
+            raise CannotCaptureError(
+                f"its input {node.name} ({list(value.shape)}) is on the {value.device.type}, and a graph would keep its "
+                f"value: pass it on {arena.device}"
+            )
+        elif node.name in weights:
+            in_place.append((position, value))
+        else:
+            with torch.inference_mode(False):  # an inference tensor cannot be written outside inference mode
+                values[position] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            copied.append((position, values[position]))
+    given = {id(values[position]): position for position in range(len(inputs))}
+    before = device.free()
+    with device.recording(arena.graphs.pool) as (graph, recorder):
+        on = OnDevice(program, regions, replace(binding, state=None), poison, cycle, recorder)
+        step = Step(values, Cost(), 0)
+        for issue in instructions(on):
+            issue(step)
+    made = CudaGraph(
+        graph,
+        device,
+        log,
+        copied=copied,
+        in_place=in_place,
+        fixed=fixed,
+        outputs=[(output, given.get(id(output))) for output in step.outputs],
+        suspects=[op for name in program.regions for op in undeclared(getattr(program.module, name))],
+        moved_bytes=step.cost.moved,
+        nbytes=max(0, before - device.free()),
+    )
+    arena.graphs.add(made)
+    log.captured(made.nbytes, time.monotonic() - begun)
+    return made

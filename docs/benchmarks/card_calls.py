@@ -1,0 +1,422 @@
+"""What users call, on a card: compile, also as one CUDA graph, apply, adapters, a cycle of two models, and the first step,
+cold and warm.
+
+python docs/benchmarks/card_calls.py --out calls.jsonl
+
+FLUX.1-dev and Wan2.2-TI2V-5B at full size, random weights.  Each case is a process of its own, and leaves a line for each
+arm as it ends.  All cases but those of diffusers have one folder of caches, which is empty at first.  A file that exists is
+gone on with.  Outputs are compared, bit for bit, with those of the same compiled model with all weights on the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_card import ready
+from gpu_page import lines
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map_only
+
+import chunkflow_compile
+from chunkflow_compile import Arena, cycles, programs, replan
+from chunkflow_compile.bench.host import executors_of, host_time
+from chunkflow_compile.bench.peers import pipeline_of
+from chunkflow_compile.bench.subject import first
+from chunkflow_compile.catalog.presets import OutputSizes, preset
+from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.hardware.stopwatch import Stopwatch
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.report.first_step import first_step_phases
+
+FLUX, WAN = "flux.1-dev", "wan2.2-ti2v-5b"
+SIZES = {FLUX: OutputSizes(height=1024, width=1024), WAN: OutputSizes(height=704, width=1280, frames=33)}
+SMALL = Size(layers=4, singles=4, heads=4, head_dim=64, frames=2, height=8, width=8, text=8)
+# Of the bytes of all weights, that a plan may have on the card: the least is what layerwise takes for FLUX and a little more.
+# Small models have no room for the next block there.
+SHARES, SMALL_SHARES = (0.82, 0.065), (0.82, 0.6)
+CYCLE_SHARES, SMALL_CYCLE_SHARES = (0.8, 0.2), (0.8, 0.6)
+# What a pipeline gets beside half of its weights.
+ACTIVATIONS, SMALL_ACTIVATIONS = 2 << 30, 4 << 20
+# Steps in a row, with other inputs each; rows; samples of the host; calls until blocks run as a cycle, after each new plan.
+STEPS, ROWS, SAMPLES, LEARNING = 4, 3, 5, 5
+RANK, TARGETS = 16, ("to_q", "to_k", "to_v")
+# Seconds for a process to begin in, and its model to be made.
+LEAST = 40.0
+Figures = dict[str, Any]
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on the card, and the inputs of its steps.  ``options``: of ChunkFlow."""
+
+    name: str
+    model: nn.Module
+    inputs: Sequence[dict[str, Any]]
+    options: dict[str, Any]
+    small: bool
+
+    @property
+    def weights(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+    def step(self, number: int) -> torch.Tensor:
+        return first(self.model(**self.inputs[number % STEPS]))
+
+
+def make(name: str, small: bool) -> Subject:
+    """The same weights and inputs in every process."""
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    if small:
+        family = "flux" if name == FLUX else "wan"
+        model, made = small_model(family, SMALL).to(device), [small_inputs(family, SMALL, i) for i in range(STEPS)]
+        inputs = tree_map_only(torch.Tensor, lambda t: t.to(device), made)
+        return Subject(name, model, inputs, {"min_bytes": 4096, "chunk_bytes": 1 << 16, "lowering": "eager"}, small)
+    model, given = preset(name).build(SIZES[name], device)
+    floats = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    inputs = [{**given, **{k: v / (1 + 0.01 * i) for k, v in floats.items()}} for i in range(STEPS)]
+    return Subject(name, model.eval(), inputs, {}, small)
+
+
+def measured(subjects: Sequence[Subject]) -> Figures:
+    """A step calls each of them.  Milliseconds on the card, in rows of ``STEPS``, and of the host; bytes that it moves."""
+
+    def step(number: int) -> None:
+        for subject in subjects:
+            subject.step(number)
+
+    _mark(subjects, sys.maxsize)  # a plan may be made from their times
+    for number in range(LEARNING):
+        step(number)
+    _mark(subjects, 0)  # marks take time
+    for number in range(2):  # a call that is one CUDA graph is recorded again
+        step(number)
+    torch.cuda.reset_peak_memory_stats()
+    rows = []
+    for _ in range(ROWS):
+        watch = Stopwatch(torch.device("cuda", 0))
+        for number in range(STEPS):
+            step(number)
+        rows.append(1e3 * watch.stop() / STEPS)
+    executors = [e for subject in subjects for e in executors_of(subject.model)]
+    host = [host_time(partial(step, 0), executors, torch.cuda.synchronize) for _ in range(SAMPLES)]
+    host_ms = [1e3 * h.seconds for h in host]
+    before = _moved(subjects)
+    step(0)
+    return {
+        "step_ms": median(rows),
+        "range_ms": [min(rows), max(rows)],
+        "host_ms": median(host_ms),
+        "host_range_ms": [min(host_ms), max(host_ms)],
+        "host_waits": min(h.waits for h in host),
+        "moved_bytes": _moved(subjects) - before,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def _mark(subjects: Sequence[Subject], passes: int) -> None:
+    for program in (p for subject in subjects for p in programs(subject.model)):
+        program.arena.streams.measure(passes)
+
+
+def _moved(subjects: Sequence[Subject]) -> int:
+    placements = [placement_of(subject.model) for subject in subjects]
+    return sum(p.store.counts.moved_bytes for p in placements if p is not None)
+
+
+def outputs(subjects: Sequence[Subject]) -> list[torch.Tensor]:
+    """Of each step, in host memory."""
+    return [subject.step(number).cpu() for number in range(STEPS) for subject in subjects]
+
+
+def digest(found: Sequence[torch.Tensor]) -> str:
+    """Of all bits.  Raises AssertionError if some are no numbers."""
+    if not all(bool(output.isfinite().all()) for output in found):
+        raise AssertionError("outputs are not finite")
+    return hashlib.sha256(b"".join(o.contiguous().view(torch.uint8).numpy().tobytes() for o in found)).hexdigest()
+
+
+def equal(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return digest(found) == digest(right)
+
+
+def graphs() -> int:
+    """That this process has compiled."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def first_step(subject: Subject, **options: Any) -> Figures:
+    """Compile by kind, and call once: seconds, and what torch's timer of compilations has counted of them."""
+    begin = time.perf_counter()
+    chunkflow_compile.compile(subject.model, device="cuda", **{**subject.options, **options})
+    placed = time.perf_counter()
+    subject.model(**subject.inputs[0])
+    torch.cuda.synchronize()
+    timer = {key: [sum(values)] for key, values in torch._dynamo.utils.compilation_time_metrics.items()}
+    return {
+        "place_s": placed - begin,
+        "compile_s": time.perf_counter() - placed,
+        "phases_s": dict(first_step_phases(timer)),
+        "graphs": graphs(),
+    }
+
+
+def by_kind(name: str, small: bool) -> Iterator[Figures]:
+    """``compile``: with all weights on the card, then other plans of the same compiled blocks."""
+    subject = make(name, small)
+    yield {"arm": "first step", **first_step(subject, policy="resident")}
+    yield {"arm": "resident", **measured([subject]), "digest": digest(outputs([subject]))}
+    for share in SMALL_SHARES if small else SHARES:
+        try:
+            replan(subject.model, memory=int(share * subject.weights))
+        except ChunkflowError as error:
+            yield {"arm": f"{100 * share:.1f} %", "failed": str(error)}
+            continue
+        figures = {**measured([subject]), "digest": digest(outputs([subject])), "graphs": graphs()}
+        yield {"arm": f"{100 * share:.1f} %", **figures}
+
+
+def graph(name: str, small: bool) -> Iterator[Figures]:
+    """``compile(cudagraphs=True)``: a step is one graph, beside the same program issued op by op, also after a weight was
+    written."""
+    subject = make(name, small)
+    yield {"arm": "first step", **first_step(subject, policy="resident", cudagraphs=True)}
+    for share in (None, *(SMALL_SHARES if small else SHARES)):
+        if share is not None:
+            replan(subject.model, memory=int(share * subject.weights))
+        same = []
+        for _ in range(2):
+            _mark([subject], sys.maxsize)  # measured calls are issued op by op
+            right = outputs([subject])
+            _mark([subject], 0)
+            subject.step(0)
+            same.append(equal(outputs([subject]), right))
+            with torch.no_grad():
+                max(subject.model.parameters(), key=lambda p: p.nbytes).mul_(1.01)
+        log, figures = programs(subject.model)[-1].call.captures, measured([subject])
+        yield {
+            "arm": "resident" if share is None else f"{100 * share:.1f} %",
+            **figures,
+            "equal": all(same),
+            "launches": log.launches,
+            "capture_s": log.capture_s,
+            "graph_bytes": log.nbytes,
+            "why_not": log.why_not,
+        }
+
+
+def second(name: str, small: bool) -> Iterator[Figures]:
+    """The first step in a process that finds the caches of ``compile``; in a rehearsal, the one case that uses Triton."""
+    yield {"arm": "first step", **first_step(make(name, small), policy="resident", lowering="inductor")}
+
+
+def repeated(name: str, small: bool) -> Iterator[Figures]:
+    """Diffusers' ``compile_repeated_blocks``: plain torch.compile by blocks, with all weights on the card."""
+    subject, begin = make(name, small), time.perf_counter()
+    subject.model.compile_repeated_blocks(fullgraph=True, dynamic=False)  # type: ignore[operator]
+    subject.model(**subject.inputs[0])
+    torch.cuda.synchronize()
+    yield {"arm": "first step", "compile_s": time.perf_counter() - begin}
+    yield {"arm": "resident", **measured([subject])}
+
+
+def applied(name: str, small: bool) -> Iterator[Figures]:
+    """``apply``: a pipeline with half of the weights and room for activations."""
+    subject = make(name, small)
+    largest, begin = _largest(subject), time.perf_counter()
+    memory = subject.weights // 2 + (SMALL_ACTIVATIONS if small else ACTIVATIONS)
+    pipe = chunkflow_compile.apply(pipeline_of(subject.model), "cuda", memory=memory, **subject.options)
+    placed = time.perf_counter()
+    pipe(subject.inputs)
+    torch.cuda.synchronize()
+    figures = {"place_s": placed - begin, "compile_s": time.perf_counter() - placed, "graphs": graphs()}
+    pipe(subject.inputs)  # planned again from what the first has taken
+    figures |= measured([subject])
+    figures["digest"] = digest([first(output).cpu() for output in pipe(subject.inputs)])
+    begin = time.perf_counter()
+    chunkflow_compile.remove(pipe)
+    figures["remove_s"] = time.perf_counter() - begin
+    yield {"arm": "half of the weights", **figures, "restored": torch.equal(_largest(subject), largest)}
+
+
+def _largest(subject: Subject) -> torch.Tensor:
+    """A copy of the largest weight, in host memory."""
+    return max(subject.model.parameters(), key=lambda p: p.nbytes).detach().cpu()
+
+
+def adapters(name: str, small: bool) -> Iterator[Figures]:
+    """``enable_adapters``: two LoRA adapters are loaded and swapped, which compiles nothing, with and without streaming."""
+    subject = make(name, small)
+    model: Any = subject.model
+    states = [_adapter(model, seed) for seed in range(2)]
+    chunkflow_compile.enable_adapters(model, rank=RANK, targets=TARGETS)
+    yield {"arm": "first step", **first_step(subject, policy="resident")}
+    compiled, right = graphs(), list[torch.Tensor]()
+    for number, state in enumerate(states):
+        model.load_lora_adapter(state, adapter_name=f"a{number}")
+    for share in (None, 0.6):
+        if share is not None:
+            replan(model, memory=int(share * subject.weights))
+        found, seconds = list[list[torch.Tensor]](), list[float]()
+        for adapter in ("a0", "a1", "a0"):
+            model.set_adapters(adapter)
+            begin = time.perf_counter()
+            subject.step(0)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            found.append(outputs([subject]))
+        if equal(found[0], found[1]) or not equal(found[0], found[2]):
+            raise AssertionError("another adapter changes nothing, or leaves something when it goes")
+        together = [output for each in found for output in each]
+        figures = {**measured([subject]), "swap_s": max(seconds), "compiled": graphs() - compiled}
+        right = right or together
+        yield {
+            "arm": "resident" if share is None else f"{100 * share:.0f} %",
+            **figures,
+            "equal": equal(together, right),
+        }
+
+
+def _adapter(model: nn.Module, seed: int) -> State:
+    """Random weights of a LoRA adapter, as its file has them."""
+    rng, state = torch.Generator().manual_seed(seed), State()
+    for name, layer in model.named_modules():
+        if name.endswith(TARGETS) and isinstance(layer, nn.Linear):
+            for part, shape in (("A", (RANK, layer.in_features)), ("B", (layer.out_features, RANK))):
+                weight = 0.1 * torch.randn(shape, generator=rng)
+                state[f"transformer.{name}.lora_{part}.weight"] = weight.to(layer.weight.dtype)
+    return state
+
+
+def cycle(name: str, small: bool) -> Iterator[Figures]:
+    """Two models in one arena, each compiled by kind, in turns: the blocks of both are one cycle."""
+    both, arena = [make(each, small) for each in (name, WAN if name == FLUX else FLUX)], Arena("cuda")
+    for each in both:
+        yield {"arm": f"first step of {each.name}", **first_step(each, policy="resident", arena=arena)}
+    yield {"arm": "resident", **measured(both)}
+    right = outputs(both)
+    for share in SMALL_CYCLE_SHARES if small else CYCLE_SHARES:
+        for again in (False, True):
+            for each in both[:1] if again else both:  # the cycle of both
+                replan(each.model, **({"as_measured": True} if again else {"memory": int(share * each.weights)}))
+            arm, figures = f"{100 * share:.0f} %{', as measured' if again else ''}", measured(both)
+            found = cycles(both[0].model)
+            calls = {"calls": len(found[0].keys), "jumps": found[0].jumps} if found else {"calls": 0}
+            yield {"arm": arm, **figures, **calls, "equal": equal(outputs(both), right)}
+
+
+# The most important first.
+CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
+    "compile": by_kind,
+    "graph": graph,
+    "second process": second,
+    "apply": applied,
+    "adapters": adapters,
+    "cycle": cycle,
+    "repeated blocks": repeated,
+    "repeated blocks, second process": repeated,
+}
+ORDER = (
+    *((case, FLUX) for case in ("compile", "second process", "graph", "apply", "adapters", "repeated blocks", "cycle")),
+    *((case, WAN) for case in ("compile", "second process", "apply", "adapters", "repeated blocks")),
+    ("repeated blocks, second process", FLUX),
+)
+
+
+def add(out: Path, case: str, model: str, **figures: Any) -> None:
+    line = json.dumps({"case": case, "model": model, **figures})
+    print(line, flush=True)
+    with out.open("a") as file:
+        file.write(line + "\n")
+
+
+def one(case: str, model: str, out: Path, small: bool) -> None:
+    """A case, in this process."""
+    torch.set_grad_enabled(False)
+    right = next((line["digest"] for line in lines(out) if line["model"] == model and "digest" in line), None)
+    for figures in CASES[case](model, small):
+        if "digest" in figures:
+            right = right or figures["digest"]  # of the first plan that was measured, in the process of ``compile``
+            figures["equal"] = figures["digest"] == right
+        add(out, case, model, **figures)
+    add(out, case, model, ended=True)
+
+
+def run_all(out: Path, seconds: float, small: bool, chosen: Sequence[str]) -> int:
+    """Each case that has not ended, in a process of its own; 1 if one failed, 3 if time was up."""
+    start, status = time.monotonic(), 0
+    done = {(line["case"], line["model"]) for line in lines(out) if line.get("ended")}
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
+        for case, model in (which for which in ORDER if which not in done and " ".join(which) in chosen):
+            left = seconds - (time.monotonic() - start)
+            if left < LEAST:
+                print(f"no time is left for {case}, {model}")
+                return status or 3
+            cache = theirs if case.startswith("repeated") else ours
+            folders = {
+                "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+                "TRITON_CACHE_DIR": f"{cache}/triton",
+                "TMPDIR": cache,
+            }
+            command = [sys.executable, __file__, "--out", str(out), "--case", case, "--model", model]
+            command += ["--small"] * small
+            try:
+                subprocess.run(command, env={**os.environ, **folders}, check=True, timeout=left)
+            except subprocess.SubprocessError as error:
+                status, said = 1, "cut off" if isinstance(error, subprocess.TimeoutExpired) else "its process ended"
+                if "failed" not in (lines(out) or [{}])[-1]:
+                    add(out, case, model, failed=said)
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON lines; cases that have ended there are not run again"
+    )
+    parser.add_argument("--seconds", type=float, default=400.0, help="time for all cases (default 400)")
+    parser.add_argument("--small", action="store_true", help="small models: shows that each case runs")
+    cases = [" ".join(which) for which in ORDER]
+    parser.add_argument("--cases", default="", metavar="CASE,CASE", help=f"of {', '.join(cases)} (default: all)")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=(FLUX, WAN), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case is None:
+        try:
+            ready()
+        except ChunkflowError as error:
+            parser.exit(2, f"{error}\n")
+        chosen = [case for case in given.cases.split(",") if case]
+        if unknown := [case for case in chosen if case not in cases]:
+            parser.error(f"--cases: there is no {', '.join(unknown)}")
+        return run_all(given.out, given.seconds, given.small, chosen or cases)
+    try:
+        one(given.case, given.model, given.out, given.small)
+    except Exception as error:  # noqa: BLE001  (the line says it)
+        traceback.print_exc()
+        add(given.out, given.case, given.model, failed=str(error) or type(error).__name__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""A call as one CUDA graph, on the fake GPU: what is recorded, when it is launched, and when it is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from clocks import OwnClock
+from conftest import OPTIONS, WRAPS
+from fake_cuda import FakeCuda
+from helpers import Stack, UlyssesStack, twins
+from torch import nn
+
+from chunkflow_compile import explain, programs, replan, restore
+from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes.program.cycle import prefetches
+from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog
+from chunkflow_compile.runtime.device_base import FIRST_STEPS
+from chunkflow_compile.runtime.recorder import Recorder
+
+EAGER = {**OPTIONS, "lowering": "eager", "cudagraphs": True}
+
+
+def compiled(
+    cuda: FakeCuda, make: Any = lambda: Stack(6), dynamic: bool | None = None, **options: Any
+) -> tuple[nn.Module, nn.Module, Any]:
+    """A model on a GPU, its twin, and the compiled model."""
+    model, twin = twins(make)
+    chosen = {**EAGER, "arena": options.get("arena") or cuda.arena(), "debug": "poison", **options}
+    if {"memory", "policy"} & options.keys():
+        chosen.pop("slowdown")
+    return model, twin, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen)
+
+
+def log_of(model: nn.Module) -> CaptureLog:
+    return programs(model)[0].call.captures
+
+
+def test_a_call_is_launched_as_one_graph_and_its_outputs_are_right(no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, memory=60_000)
+    kept = []
+    for step in range(50):
+        x = torch.randn(16, 8)
+        kept.append((run(x), twin(x)))
+        if step == 20:
+            with torch.no_grad():
+                for m in (model, twin):
+                    m.blocks[3].up.weight.mul_(1.5)
+    assert all(torch.equal(got, expected) for got, expected in kept)
+    log = log_of(model)
+    assert log.why_not == "" and (log.captures, log.launches) == (1, 50 - PASSES)
+    assert programs(model)[0].plan.moved_bytes > 0 and cuda.graphs[0].launches == log.launches
+    restore(model)
+    assert cuda.graphs[0].nodes is None
+
+
+def stepped(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
+    """Steps of one model."""
+    model, twin, run = compiled(cuda, hardware=WRAPS)
+    xs = [torch.randn(16, 8) for _ in range(PASSES + 4)]
+    assert all(torch.equal(run(x), twin(x)) for x in xs[:PASSES])
+    assert any(op.next_step for _, op in prefetches(programs(model)[0].program))
+    mutate()
+    equal = [torch.equal(run(x), twin(x)) for x in xs[PASSES:]]
+    assert log_of(model).launches >= 3
+    return equal
+
+
+def in_turns(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
+    """Steps of two models that have an arena in turns, so each begins with a cold start."""
+    arena = cuda.arena()
+    pairs = [compiled(cuda, hardware=WRAPS, arena=arena, disable=["cycle"]) for _ in range(2)]
+    xs = [torch.randn(16, 8) for _ in range(PASSES + 2)]
+    assert all(torch.equal(run(x), twin(x)) for x in xs[:PASSES] for _, twin, run in pairs)
+    mutate()
+    equal = [torch.equal(run(x), twin(x)) for x in xs[PASSES:] for _, twin, run in pairs]
+    assert all(log_of(model).launches for model, _, _ in pairs)
+    return equal
+
+
+def without_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions, "_wait", lambda on, arrival, window, step: None)
+
+
+def without_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaDevice, "launch", lambda self, graph: graph.replay())
+
+
+@pytest.mark.parametrize(
+    ("remove", "work", "slow"),
+    [(without_arrivals, stepped, {}), (without_tails, in_turns, {"launched_copy_s": 0.0})],
+)
+def test_without_one_kind_of_event_numbers_are_wrong(
+    remove: Any, work: Any, slow: Any, no_grad: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(work(FakeCuda(copy_s=5e-3, **slow), lambda: None))
+    assert not all(work(FakeCuda(copy_s=5e-3, **slow), lambda: remove(monkeypatch)))
+
+
+def test_a_recording_that_fails_is_said_and_the_call_goes_on(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "join", lambda self: self.copy.end() and None)
+    model, twin, run = compiled(FakeCuda(), hardware=WRAPS)
+    sized(model, twin, run, [16], PASSES + 3)
+    log = log_of(model)
+    assert "unjoined work" in log.why_not and log.captures == log.launches == 0
+
+
+def sized(model: nn.Module, twin: nn.Module, run: Any, sizes: Sequence[int], passes: int) -> None:
+    for _ in range(passes):
+        for size in sizes:
+            x = torch.randn(size, 8)
+            assert torch.equal(run(x), twin(x))
+
+
+def test_each_size_has_its_graph_and_an_arena_keeps_those_used_last(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda, dynamic=True)
+    sizes = range(16, 16 + MOST_GRAPHS)
+    sized(model, twin, run, sizes, PASSES + 2)
+    arena = programs(model)[0].arena
+    assert [g.launches for g in cuda.graphs] == [2] * MOST_GRAPHS and arena.graphs.nbytes > 0
+    sized(model, twin, run, [99], PASSES + 1)
+    assert [g.nodes is None for g in cuda.graphs] == [True] + [False] * MOST_GRAPHS
+    arena.evict()
+    assert arena.graphs.nbytes == 0 and all(g.nodes is None for g in cuda.graphs)
+    sized(model, twin, run, sizes[:1], 2)
+    assert cuda.graphs[-1].launches == 1, "what a recording needs is loaded already"
+
+
+def without_memory(cuda: FakeCuda) -> None:
+    """It is found at the end: collectives are called in a recording of this GPU, and the other rank is in them."""
+    whole = cuda.capturing
+
+    @contextlib.contextmanager
+    def capturing(pool: Any) -> Iterator[Any]:
+        with whole(pool) as streams:
+            yield streams
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    cuda.capturing = capturing
+
+
+def without_pinned_memory(cuda: FakeCuda) -> None:
+    def pin(host: torch.Tensor) -> Any:
+        raise OSError("CUDA error 2, out of memory")
+
+    cuda.pin = pin
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be pinned")
+@pytest.mark.parametrize(
+    ("spoil", "options", "why"),
+    [
+        (without_memory, {}, "OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 MiB"),
+        (without_pinned_memory, {}, "some weights could not be pinned"),
+        (lambda cuda: None, {"policy": "layerwise"}, ""),
+    ],
+)
+def test_a_call_that_cannot_be_a_graph_says_why_and_is_right(
+    spoil: Any, options: Any, why: str, no_grad: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda()
+    spoil(cuda)
+    model, twin, run = compiled(cuda, **options)
+    sized(model, twin, run, [16], PASSES + 3)
+    log = log_of(model)
+    assert log.why_not.startswith(why) and (log.launches == 0) == bool(why)
+    said = [r.getMessage() for r in caplog.records if "is no CUDA graph" in r.getMessage()]
+    assert len(said) == bool(why) and log.note in str(explain(model)).replace("\n", " ")
+    restore(model)
+
+
+def moved(*models: nn.Module) -> None:
+    """A weight that is read in place gets other memory."""
+    for m in models:
+        m.head.bias.data = m.head.bias.detach() + 1
+
+
+def planned_again(model: nn.Module) -> None:
+    replan(model, memory=50_000)
+
+
+def given_memory(model: nn.Module) -> None:
+    """A streamed weight gets other memory on the host."""
+    model.blocks[2].up.weight.data = model.blocks[2].up.weight.detach() * 2
+
+
+def measured_again(model: nn.Module) -> None:
+    programs(model)[0].arena.streams.measure(1)
+
+
+@pytest.mark.parametrize("change", [moved, planned_again, given_memory, measured_again])
+def test_what_a_graph_rests_on_changes(change: Callable[[nn.Module], None], no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, memory=60_000)
+    sized(model, twin, run, [16], PASSES + 8)
+    assert cuda.graphs[0].launches == 8
+    change(model)
+    twin.load_state_dict(model.state_dict())
+    sized(model, twin, run, [16], PASSES + 3)
+    assert cuda.graphs[0].nodes is None and cuda.graphs[1].launches >= 1, "dropped, and recorded again"
+    assert len(cuda.graphs) == 2 and not log_of(model).why_not
+
+
+def test_graphs_that_do_not_last_are_recorded_no_more(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda)
+    for _ in range(6):
+        sized(model, twin, run, [16], PASSES + 1)
+        moved(model, twin)
+    assert "3 graphs were dropped after fewer than 8 calls" in log_of(model).why_not and len(cuda.graphs) == 3
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """One process that stands for two ranks: collectives go through host memory."""
+    join_loopback(2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wanted", [True, "collectives"])
+def test_collectives_are_recorded_if_they_are_asked_for(wanted: Any, two_ranks: None, no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted)
+    for _ in range(PASSES + 4):
+        x = torch.randn(16, 64)
+        assert torch.equal(run(x), twin(x))
+    log = log_of(model)
+    assert programs(model)[0].program.problem.collectives
+    assert log.launches == (4 if wanted == "collectives" else 0)
+    assert ('cudagraphs="collectives"' in log.why_not) == (wanted is True)
+
+
+def with_a_rank_that_cannot(rank: int, one_fails: bool) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    with torch.no_grad():
+        model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs="collectives")
+        if one_fails and rank == 1:
+            without_memory(cuda)
+        for step in range(PASSES + 4):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            assert torch.equal(run(x), twin(x))
+    log = log_of(model)
+    assert log.launches == (0 if one_fails else 4)
+    assert ("OutOfMemoryError" in log.why_not) == one_fails and ("on rank 1: " in log.why_not) == (
+        one_fails and rank == 0
+    )
+    assert all((graph.nodes is None) == one_fails for graph in cuda.graphs)
+
+
+def test_ranks_record_together_or_not_at_all(on_ranks: Callable[..., None]) -> None:
+    on_ranks(with_a_rank_that_cannot, False)
+    on_ranks(with_a_rank_that_cannot, True)
+
+
+@pytest.mark.parametrize("clock", [None, OwnClock(tick=1e-7).host])
+def test_auto_records_where_the_host_is_the_bound(clock: Any, no_grad: None) -> None:
+    """On the fake GPU the caller's thread computes, so the host is always busy; by its own clock, only while it issues."""
+    cuda = FakeCuda(0.0 if clock is None else 0.004, *(() if clock is None else (clock,)), late=clock is not None)
+    model, twin, run = compiled(cuda, cudagraphs="auto")
+    sized(model, twin, run, [16], FIRST_STEPS + 2)
+    log = log_of(model)
+    assert programs(model)[0].plan.joins and (log.launches > 0) == (clock is None)
+    assert log.why_not == "" if clock is None else "of a step only" in log.why_not
+
+
+def test_auto_joins_no_copies_where_that_costs(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MOST_JOIN_LOSS", -1.0)
+    model, twin, run = compiled(FakeCuda(), cudagraphs="auto")
+    sized(model, twin, run, [16], FIRST_STEPS + 2)
+    assert not programs(model)[0].plan.joins and "predicted to cost 1 %" in log_of(model).why_not
