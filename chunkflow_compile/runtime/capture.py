@@ -74,7 +74,7 @@ def record(
         check_capture(program, cycle, binding, log.wanted == "collectives")
         graph = capture(program, regions, binding, poison, cycle, env, log)
     except RuntimeError as error:
-        why = str(error) if isinstance(error, CannotCaptureError) else first_line(error)
+        why = str(error) if isinstance(error, ChunkflowError) else first_line(error)
     if log.wanted == "collectives":
         why = _of_any_rank(program, why)
     if why and graph is not None:
