@@ -15,7 +15,7 @@ from fake_cuda import FakeCuda
 from helpers import Stack, UlyssesStack, twins
 from torch import nn
 
-from chunkflow_compile import explain, programs, replan, restore
+from chunkflow_compile import cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.passes import pipeline
 from chunkflow_compile.passes.program.cycle import prefetches
@@ -278,3 +278,21 @@ def test_auto_joins_no_copies_where_that_costs(no_grad: None, monkeypatch: pytes
     model, twin, run = compiled(FakeCuda(), cudagraphs="auto")
     sized(model, twin, run, [16], FIRST_STEPS + 2)
     assert not programs(model)[0].plan.joins and "predicted to cost 1 %" in log_of(model).why_not
+
+
+def test_each_call_of_a_cycle_is_a_graph(no_grad: None) -> None:
+    """Two models in turns in one arena; then one of them alone, which is a jump in each step."""
+    cuda = FakeCuda(copy_s=1e-4)
+    arena = cuda.arena()
+    pairs = [compiled(cuda, lambda width=width: Stack(4, width=width), arena=arena) for width in (32, 48)]
+    for step in range(PASSES + 8):
+        for model, twin, run in pairs:
+            x = torch.randn(16, 8)
+            assert torch.equal(run(x), twin(x)), step
+    (cycle,) = cycles(pairs[0][0])
+    assert len(cycle.calls) == 2 and cycle.plan.joins == cycle.cycle.starts[1:] + (len(cycle.cycle.problem.regions),)
+    launches = [log_of(model).launches for model, _, _ in pairs]
+    assert all(launches) and cycle.jumps == 0 and cycle.plan.moved_bytes > 0
+    model, twin, run = pairs[0]
+    sized(model, twin, run, [16], 3)
+    assert cycle.jumps > 0 and log_of(model).launches > launches[0]
