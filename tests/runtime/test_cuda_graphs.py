@@ -286,11 +286,11 @@ def test_each_call_of_a_cycle_is_a_graph(no_grad: None) -> None:
     arena = cuda.arena()
     pairs = [compiled(cuda, lambda width=width: Stack(4, width=width), arena=arena) for width in (32, 48)]
     for step in range(PASSES + 8):
-        for model, twin, run in pairs:
+        for _, twin, run in pairs:
             x = torch.randn(16, 8)
             assert torch.equal(run(x), twin(x)), step
     (cycle,) = cycles(pairs[0][0])
-    assert len(cycle.calls) == 2 and cycle.plan.joins == cycle.cycle.starts[1:] + (len(cycle.cycle.problem.regions),)
+    assert len(cycle.calls) == 2 and cycle.plan.joins == (*cycle.cycle.starts[1:], len(cycle.cycle.problem.regions))
     launches = [log_of(model).launches for model, _, _ in pairs]
     assert all(launches) and cycle.jumps == 0 and cycle.plan.moved_bytes > 0
     model, twin, run = pairs[0]
