@@ -73,7 +73,7 @@ def record(
     try:
         check_capture(program, cycle, binding, log.wanted == "collectives")
         graph = capture(program, regions, binding, poison, cycle, env, log)
-    except Exception as error:  # whatever an op raises that finds itself recorded
+    except Exception as error:  # noqa: BLE001  (what an op raises that finds itself recorded depends on it)
         why = str(error) if isinstance(error, CannotCaptureError) else first_line(error)
     if log.wanted == "collectives":
         why = _of_any_rank(program, why)

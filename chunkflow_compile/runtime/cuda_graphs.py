@@ -211,8 +211,7 @@ class CudaGraph:
             self._device.compute.synchronize()
             graph, self.graph = self.graph, None  # first: after a Ctrl-C it must not be launched without the rest
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
-            if not self._device.compute.inherited:
-                graph.reset()
+            self._device.reset(graph)
             self._log.dropped(self.launches, why)
 
 
