@@ -88,7 +88,7 @@ class _Compute:
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         try:
             work()
-        except RuntimeError as error:
+        except Exception as error:
             raise ChunkflowError(f"{name or 'an op between regions'}: {first_line(error)}") from error
 
     def record(self, event: Point) -> None:
