@@ -122,6 +122,11 @@ def check_dynamic(dynamic: bool | None) -> None:
         raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
 
 
+def compiled_whole(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether :func:`compile_by_kind` compiles a model as one call."""
+    return not repeated_blocks(model) or options.get("cudagraphs") in _WHOLE
+
+
 def compile_by_kind(
     model: nn.Module,
     placement: Placement,
@@ -142,7 +147,7 @@ def compile_by_kind(
     blocks = repeated_blocks(model)
     if options.get("lowering") != "eager":
         warm_up(placement.store.device)
-    if not blocks or options.get("cudagraphs") in _WHOLE:
+    if compiled_whole(model, options):
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)

@@ -15,7 +15,7 @@ from torch import nn
 
 from chunkflow_compile.frontend.adapters import ADAPTED, disable_adapters, enable_adapters, is_enabled
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.compile import check_dynamic, check_options, compile_by_kind
+from chunkflow_compile.frontend.compile import check_dynamic, check_options, compile_by_kind, compiled_whole
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, for_backend
@@ -306,10 +306,8 @@ def _compile_phase(
     else:
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
-        if not repeated_blocks(model) or options.get("cudagraphs") is True:
-            placement.goal = {
-                "memory": placement.room
-            }  # compiled whole, and its first plan may keep as much as it is given
+        if compiled_whole(model, options):  # and its first plan may keep as much as it is given
+            placement.goal = {"memory": placement.room}
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 

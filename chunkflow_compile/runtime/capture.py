@@ -73,8 +73,8 @@ def record(
     try:
         check_capture(program, cycle, binding, log.wanted == "collectives")
         graph = capture(program, regions, binding, poison, cycle, env, log)
-    except RuntimeError as error:
-        why = str(error) if isinstance(error, CannotCaptureError) else first_line(error)
+    except Exception as error:  # noqa: BLE001  (what an op raises that finds itself recorded depends on it)
+        why = str(error) if isinstance(error, ChunkflowError) else first_line(error)
     if log.wanted == "collectives":
         why = _of_any_rank(program, why)
     if why and graph is not None:
@@ -107,7 +107,8 @@ def capture(
 ) -> CudaGraph:
     """Record a call on inputs of these sizes; nothing is computed.  ``env``: the inputs, and a place for each other value.
 
-    Raises CannotCaptureError for inputs that cannot be recorded, and RuntimeError for an op that cannot, or without memory.
+    Raises CannotCaptureError for inputs that cannot be recorded, RuntimeError without memory, and what an op raises that
+    cannot be.
     """
     begun, device, arena = time.monotonic(), binding.arena.streams, binding.arena
     inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]

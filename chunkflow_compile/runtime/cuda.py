@@ -102,6 +102,10 @@ class CudaDevice(Device):
             self._launched = self.event()
         self.compute.record(self._launched)
 
+    def reset(self, graph: Any) -> None:
+        if not self.compute.inherited:
+            graph.reset()
+
     def free(self) -> int:
         return self.cuda.free()
 

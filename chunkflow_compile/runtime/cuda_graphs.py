@@ -11,8 +11,9 @@ graphs, for a cold start, a jump or a written weight, are issued before a launch
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from statistics import median
@@ -44,6 +45,8 @@ _MOST_IN_VAIN = 3
 # Share of a step for which the host is busy from which "auto" records it.  Below it the device is the bound, with room for
 # steps that vary.
 _WORTH_A_GRAPH = 0.6
+# Measured steps from which it decides, half of the first that are.
+_MEASURED = FIRST_STEPS // 2
 # Times that are kept of launches, and of passes before them: those of an image or two.
 _KEPT_SECONDS = 64
 
@@ -76,6 +79,8 @@ class CaptureLog:
         """What there is to say, as a sentence without a full stop."""
         if self.why_not:
             return f"no CUDA graph: {self.why_not}"
+        if not self.captures and self.wanted == "auto":
+            return f"{_MEASURED} measured calls decide whether a call is one CUDA graph"
         if not self.captures:
             return f"a call is one CUDA graph from call {PASSES + 1} on"
         times = f", each {median(self.step_s) * 1e3:.1f} ms" if self.step_s else ""
@@ -99,7 +104,7 @@ class CaptureLog:
         """Whether the call is to be recorded now."""
         if self.wanted != "auto" or self.passes < PASSES:
             return self.passes >= PASSES
-        if len(self.shares) < FIRST_STEPS // 2:
+        if len(self.shares) < _MEASURED:
             return False
         if (share := median(self.shares)) < _WORTH_A_GRAPH:
             self.why_not = f"the host is busy for {share:.0%} of a step only"
@@ -155,6 +160,7 @@ class CudaGraph:
         self._addresses = [tensor.data_ptr() for _, tensor in in_place]
         self._fixed, self._values = tuple_getter([p for p, _ in fixed]), tuple(value for _, value in fixed)
         self._outputs = list(outputs)
+        self._shared = _shared(output for output, position in outputs if position is None)
         self._suspects = suspects
 
     def fits(self, env: Sequence[Any]) -> bool:
@@ -177,10 +183,8 @@ class CudaGraph:
             self._check_written(given)
         self.launches += 1
         self._log.launched()
-        return tuple(
-            (output.clone() if isinstance(output, torch.Tensor) else output) if position is None else env[position]
-            for output, position in self._outputs
-        )
+        copies = {key: memory.clone() for key, memory in self._shared.items()}
+        return tuple(_copy(output, copies) if position is None else env[position] for output, position in self._outputs)
 
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
         """After the first launch: give inputs what was written to their copies, and record the call no more if any was."""
@@ -205,9 +209,9 @@ class CudaGraph:
         """Free what it holds, once no launch is in flight."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            self._outputs, self._inputs, self._targets = [], [], []
-            self.graph.reset()
-            self.graph = None
+            graph, self.graph = self.graph, None  # first: after a Ctrl-C it must not be launched without the rest
+            self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
+            self._device.reset(graph)
             self._log.dropped(self.launches, why)
 
 
@@ -217,36 +221,58 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
+def _shared(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """The memory that several outputs lie in, as bytes, by the address of the storage: copies of them share memory, too."""
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor) and not (o.is_conj() or o.is_neg())]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    counts = Counter(storage._cdata for storage in storages)
+    several = {storage._cdata: storage for storage in storages if counts[storage._cdata] > 1}
+    return {key: torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for key, s in several.items()}
+
+
+def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    """A copy of an output.  ``copies``: of the memory that several lie in."""
+    if not isinstance(output, torch.Tensor):
+        return output
+    if (memory := copies.get(output.untyped_storage()._cdata)) is None or output.is_conj() or output.is_neg():
+        return output.clone()
+    copy = torch.empty(0, dtype=output.dtype, device=output.device)
+    return copy.set_(memory.untyped_storage(), output.storage_offset(), output.shape, output.stride())
+
+
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class CudaGraphs:
     """The CUDA graphs of an arena, the one launched longest ago first.  They share a pool of memory: none reads what another
-    leaves there."""
+    leaves there.  Each belongs to its executor, and ends with it."""
 
     def __init__(self) -> None:
-        self._kept: list[CudaGraph] = []
+        self._kept: list[weakref.ref[CudaGraph]] = []
+
+    @property
+    def _live(self) -> list[CudaGraph]:
+        return [kept for ref in self._kept if (kept := ref()) is not None and kept.graph is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes that they hold on the device, between calls too."""
-        return sum(kept.nbytes for kept in self._kept if kept.graph is not None)
+        return sum(kept.nbytes for kept in self._live)
 
     @property
     def pool(self) -> Any:
         """A graph whose pool others can share, None if there is none."""
-        return next((kept.graph for kept in self._kept if kept.graph is not None), None)
+        return next((kept.graph for kept in self._live), None)
 
     def add(self, made: CudaGraph) -> None:
         """Keep a graph, and drop the one that was launched longest ago if there are too many."""
-        self._kept = [kept for kept in self._kept if kept.graph is not None]
-        for oldest in self._kept[: max(0, len(self._kept) + 1 - MOST_GRAPHS)]:
+        live = self._live
+        for oldest in live[: max(0, len(live) + 1 - MOST_GRAPHS)]:
             oldest.drop(f"an arena has at most {MOST_GRAPHS} graphs")
-        self._kept.append(made)
+        self._kept = [weakref.ref(kept) for kept in (*self._live, made)]
 
     def launched(self, graph: CudaGraph) -> None:
         """Note that a graph is used now."""
-        if self._kept[-1] is not graph:
-            self._kept.remove(graph)
-            self._kept.append(graph)
+        if self._kept[-1]() is not graph:
+            self._kept = [*(ref for ref in self._kept if ref() is not graph), weakref.ref(graph)]

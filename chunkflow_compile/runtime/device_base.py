@@ -135,6 +135,10 @@ class Device:
         """Enqueue a graph on the compute stream, after all copies issued outside of graphs."""
         raise NotImplementedError
 
+    def reset(self, graph: Any) -> None:
+        """Free what a graph holds, with no launch of it in flight."""
+        raise NotImplementedError
+
     def join(self) -> None:
         """In a recording: let compute wait for all copies."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.weights.source import Source
 
 from .device_base import Device, Waited, Watch
@@ -85,7 +86,10 @@ class _Compute:
         self._copies = copies
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        work()
+        try:
+            work()
+        except Exception as error:
+            raise ChunkflowError(f"{name or 'an op between regions'}: {first_line(error)}") from error
 
     def record(self, event: Point) -> None:
         event.mark = self._cuda.event(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch.distributed as dist
 from clocks import OwnClock
 from conftest import OPTIONS, WRAPS
 from fake_cuda import FakeCuda
+from fake_graphs import FakeGraph
 from helpers import Stack, UlyssesStack, twins
 from torch import nn
 
-from chunkflow_compile import explain, programs, replan, restore
+from chunkflow_compile import cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.passes import pipeline
 from chunkflow_compile.passes.program.cycle import prefetches
@@ -136,6 +139,14 @@ def test_each_size_has_its_graph_and_an_arena_keeps_those_used_last(no_grad: Non
 
 
 def without_memory(cuda: FakeCuda) -> None:
+    failing(cuda, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB"))
+
+
+def with_an_op_that_refuses(cuda: FakeCuda) -> None:
+    failing(cuda, ValueError("not while a graph is recorded"))
+
+
+def failing(cuda: FakeCuda, error: Exception) -> None:
     """It is found at the end: collectives are called in a recording of this GPU, and the other rank is in them."""
     whole = cuda.capturing
 
@@ -143,7 +154,7 @@ def without_memory(cuda: FakeCuda) -> None:
     def capturing(pool: Any) -> Iterator[Any]:
         with whole(pool) as streams:
             yield streams
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+            raise error
 
     cuda.capturing = capturing
 
@@ -160,6 +171,7 @@ def without_pinned_memory(cuda: FakeCuda) -> None:
     ("spoil", "options", "why"),
     [
         (without_memory, {}, "OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 MiB"),
+        (with_an_op_that_refuses, {}, "ValueError: not while a graph is recorded"),
         (without_pinned_memory, {}, "some weights could not be pinned"),
         (lambda cuda: None, {"policy": "layerwise"}, ""),
     ],
@@ -208,6 +220,53 @@ def test_what_a_graph_rests_on_changes(change: Callable[[nn.Module], None], no_g
     sized(model, twin, run, [16], PASSES + 3)
     assert cuda.graphs[0].nodes is None and cuda.graphs[1].launches >= 1, "dropped, and recorded again"
     assert len(cuda.graphs) == 2 and not log_of(model).why_not
+
+
+def test_a_graph_ends_with_its_model_or_where_it_is_dropped(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    arena = cuda.arena()
+    gone, kept = (compiled(cuda, arena=arena, disable=["cycle"]) for _ in range(2))
+    sized(*gone, [16], PASSES + 2)
+    sized(*kept, [16], PASSES + 2)
+    assert arena.graphs.nbytes == 2000
+    del gone
+    gc.collect()
+    assert arena.graphs.nbytes == 1000
+    graph: Any = programs(kept[0])[0].executor._graph
+    if (child := os.fork()) == 0:  # it has no GPU
+        with contextlib.suppress(BaseException):
+            graph.drop("")
+            os._exit(cuda.graphs[-1].nodes is None)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FakeGraph, "reset", interrupted)
+        graph.drop("")
+    sized(*kept, [16], 2)
+    assert arena.graphs.nbytes == 1000 and programs(kept[0])[0].executor._graph is not graph
+
+
+class Views(Stack):
+    """Its outputs share memory, among them and with its input."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = super().forward(x)
+        return y, y[1:].t(), y.sum(0).expand(3, -1), x, torch.complex(y, y).conj()
+
+
+def test_outputs_share_memory_as_they_do_op_by_op(no_grad: None) -> None:
+    model, twin, run = compiled(FakeCuda(), lambda: Views(4))
+    for _ in range(PASSES + 3):
+        x = torch.randn(16, 8)
+        got, expected = run(x), twin(x)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) and got[3] is x
+        got[0].mul_(2)
+        assert torch.equal(got[1], 2 * expected[1]) and got[1].stride() == expected[1].stride()
+    assert log_of(model).launches == 3
 
 
 def test_graphs_that_do_not_last_are_recorded_no_more(no_grad: None) -> None:
@@ -267,8 +326,10 @@ def test_auto_records_where_the_host_is_the_bound(clock: Any, no_grad: None) -> 
     """On the fake GPU the caller's thread computes, so the host is always busy; by its own clock, only while it issues."""
     cuda = FakeCuda(0.0 if clock is None else 0.004, *(() if clock is None else (clock,)), late=clock is not None)
     model, twin, run = compiled(cuda, cudagraphs="auto")
-    sized(model, twin, run, [16], FIRST_STEPS + 2)
+    sized(model, twin, run, [16], PASSES)
     log = log_of(model)
+    assert log.note == "8 measured calls decide whether a call is one CUDA graph"
+    sized(model, twin, run, [16], FIRST_STEPS + 2 - PASSES)
     assert programs(model)[0].plan.joins and (log.launches > 0) == (clock is None)
     assert log.why_not == "" if clock is None else "of a step only" in log.why_not
 
@@ -278,3 +339,21 @@ def test_auto_joins_no_copies_where_that_costs(no_grad: None, monkeypatch: pytes
     model, twin, run = compiled(FakeCuda(), cudagraphs="auto")
     sized(model, twin, run, [16], FIRST_STEPS + 2)
     assert not programs(model)[0].plan.joins and "predicted to cost 1 %" in log_of(model).why_not
+
+
+def test_each_call_of_a_cycle_is_a_graph(no_grad: None) -> None:
+    """Two models in turns in one arena; then one of them alone, which is a jump in each step."""
+    cuda = FakeCuda(copy_s=1e-4)
+    arena = cuda.arena()
+    pairs = [compiled(cuda, lambda width=width: Stack(4, width=width), arena=arena) for width in (32, 48)]
+    for step in range(PASSES + 8):
+        for _, twin, run in pairs:
+            x = torch.randn(16, 8)
+            assert torch.equal(run(x), twin(x)), step
+    (cycle,) = cycles(pairs[0][0])
+    assert len(cycle.calls) == 2 and cycle.plan.joins == (*cycle.cycle.starts[1:], len(cycle.cycle.problem.regions))
+    launches = [log_of(model).launches for model, _, _ in pairs]
+    assert all(launches) and cycle.jumps == 0 and cycle.plan.moved_bytes > 0
+    model, twin, run = pairs[0]
+    sized(model, twin, run, [16], 3)
+    assert cycle.jumps > 0 and log_of(model).launches > launches[0]

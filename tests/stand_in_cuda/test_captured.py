@@ -238,3 +238,27 @@ def test_weights_on_the_drive(tmp_path: Path) -> None:
             inputs = on_cuda(small_inputs("flux", size, step))
             assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
     assert "is on the drive, and a graph copies from host memory only" in log_of(model).why_not
+
+
+def test_a_write_waits_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a launch are on no stream that the program knows."""
+
+    def written() -> bool:
+        control.settings(rate=0)
+        model, run, twin = placed(6, cudagraphs=True)
+        for _ in range(PASSES + 1):
+            run(torch.randn(16, 8, device="cuda"))
+        torch.cuda.synchronize()
+        control.settings(rate=20 * MIB)
+        x = torch.randn(16, 8, device="cuda")
+        want, got = twin(x), run(x)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.up.weight.zero_()
+        torch.cuda.synchronize()
+        assert log_of(model).launches == 2
+        return torch.equal(got, want)
+
+    assert written()
+    monkeypatch.setattr(CudaDevice, "sync_copies", lambda self: self.copy.synchronize())
+    assert not written()

@@ -16,7 +16,7 @@ from chunkflow_compile.pipeline.budget import budget_of
 
 pytest.importorskip("transformers")
 MIB = 1 << 20
-WAN = SMALL_PIPELINES["wan"]
+WAN, FLUX = SMALL_PIPELINES["wan"], SMALL_PIPELINES["flux"]
 
 
 def peak(pipe: Any, name: str, seed: int, **changed: Any) -> tuple[int, torch.Tensor]:
@@ -116,3 +116,23 @@ def test_a_pipeline_that_is_moved_after() -> None:
     remove(pipe)
     assert torch.equal(WAN.generate(pipe, 0), want), "accelerate alone"
     pipe.remove_all_hooks()
+
+
+def test_steps_are_graphs_within_the_budget() -> None:
+    """What a graph holds between calls counts as activations; equal numbers over generations, sizes and a smaller budget."""
+    pipe, twin = small_pipeline("flux"), small_pipeline("flux").to("cuda")
+    want = [FLUX.generate(twin, seed, num_inference_steps=8) for seed in range(3)]
+    twin.to("cpu")
+    apply(pipe, "cuda", memory=40 * MIB, min_bytes=2048, lowering="eager", cudagraphs=True)
+    for seed in range(3):
+        assert torch.equal(FLUX.generate(pipe, seed, num_inference_steps=8), want[seed])
+    budget = budget_of(pipe)
+    assert budget is not None
+    phase = budget.phase_of(pipe.transformer)
+    log = programs(pipe.transformer)[0].call.captures
+    assert log.launches > 8 and not log.why_not, log
+    assert phase is not None and 0 < phase.arena.graphs.nbytes <= phase.activations
+    assert not any(program.code.cudagraphs for program in programs(pipe.text_encoder))
+    assert "one CUDA graph" in str(explain(pipe))
+    remove(pipe)
+    assert phase.arena.graphs.nbytes == 0
