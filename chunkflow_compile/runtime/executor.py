@@ -123,9 +123,12 @@ class Executor(OnDevice):
         env = [*args, *self._later]
         for position, value in self._values:
             env[position] = value
-        state, graph = self.state, self._recorded(env)
+        state = self.state
         jumps = state.next != self.call
-        if self.call == 0 or jumps:  # a pass begins
+        if begins := self.call == 0 or jumps:  # a pass
+            state.asked = self.device.measuring
+        graph = self._recorded(env)
+        if begins:
             state.marked = graph is None and self.device.choose(self._steps, self.wanted)
         begun = self.device.start(graph.timed if graph is not None else state.marked, self._measured)
         self._measured = begun is not None and graph is None
@@ -162,12 +165,14 @@ class Executor(OnDevice):
         if log.why_not:
             self._drop_graph(log.why_not)
             return None
+        issued = self.state.asked or self.wanted  # a launch has no times of its parts
         if self._graph is not None:
-            if not self.device.measuring and not self.wanted and self._graph.fits(env):
+            why = "a pass is measured" if issued else self._graph.misfit(env)
+            if not why:
                 self.binding.arena.graphs.launched(self._graph)
                 return self._graph
-            self._drop_graph("a pass is measured, or an input has another address or layout")
-        if self.device.measuring or self.wanted or not log.due:
+            self._drop_graph(why)
+        if issued or not log.due:
             log.passes += 1
             return None
         self._graph = record(self.program, self.regions, self.binding, self.poison, self.cycle, env, log)
