@@ -39,7 +39,7 @@ from chunkflow_compile.weights.source import Source
 from .arena import Binding
 from .capture import record
 from .cuda_graphs import CaptureLog, CudaGraph
-from .instructions import Cost, Issue, OnDevice, Step, instructions, prefetch, reading
+from .instructions import Cost, Issue, OnDevice, Step, fetched, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
 
@@ -219,8 +219,8 @@ class Executor(OnDevice):
         if start.order is not None and start.order.repeated:
             copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
         for weight, target, source in start.kept:
-            self.copy(step, target, source, f"keep {weight}")
-            self.mark(weight)
+            self.copy(step, [(target, source, f"keep {weight}")])
+            self.mark(self.marks.marked.get(weight))
             step.cost.moved += source.numel()
         for _, issue in start.prefetches:
             issue(step)
@@ -287,7 +287,7 @@ class Executor(OnDevice):
         if self._start is None:
             here = border(self.cycle, self.call)
             ops = [(p, n) for n in here.prefetches if (p := prefetch_of(n))]
-            prefetches = [(p.weight, prefetch(self, p, n)) for p, n in ops]
+            prefetches = [(p.weight, fetched(self, [prefetch(self, p, n)])) for p, n in ops]
             reads = reads_from(self.cycle, self.call, here, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
             self._start = _Start(list(self._kept()), prefetches, here.waits, ReadOrder(first, repeated, reads.begin))
