@@ -60,14 +60,16 @@ class SlotState:
 
     ``arrived``: an event for each mark of the copies.
     ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
-    calls of the pass that runs are measured.  ``turns``: the calls so far.  ``ended``: the number of the newest measured
-    one, and the time of its end.  ``versions``: of the values there of each weight, where it has some when a call begins.
+    calls of the pass that runs are measured, ``asked`` for by :meth:`Device.measure`.  ``turns``: the calls so far.
+    ``ended``: the number of the newest measured one, and the time of its end.  ``versions``: of the values there of each
+    weight, where it has some when a call begins.
     """
 
     def __init__(self, device: Device, marks: int) -> None:
         self.arrived = [device.event() for _ in range(marks)]
         self.next: int | None = None
         self.marked = True
+        self.asked = False
         self.turns = 0
         self.ended: tuple[int, float] | None = None
         self.versions: dict[str, int] = {}

@@ -163,15 +163,16 @@ class CudaGraph:
         self._shared = _shared(output for output, position in outputs if position is None)
         self._suspects = suspects
 
-    def fits(self, env: Sequence[Any]) -> bool:
-        """Whether it can be launched on these inputs: those that it reads in place are where they were."""
+    def misfit(self, env: Sequence[Any]) -> str:
+        """Why it cannot be launched on these inputs, empty if it can."""
         if self.graph is None:
-            return False
+            return "it was dropped"
         with torch._C.DisableTorchFunctionSubclass():
             if list(map(torch.Tensor.data_ptr, self._in_place(env))) != self._addresses:
-                return False
-            same = all(map(eq, map(_layout, self._copied(env)), map(_layout, self._inputs)))
-        return same and self._fixed(env) == self._values
+                return "a weight that it reads in place has other memory"
+            if not all(map(eq, map(_layout, self._copied(env)), map(_layout, self._inputs))):
+                return "an input has another layout"
+        return "" if self._fixed(env) == self._values else "a number among the inputs has changed"
 
     def launch(self, env: Sequence[Any]) -> tuple[Any, ...]:
         """Enqueue the call; return its outputs, which own their memory."""
@@ -250,6 +251,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._kept: list[weakref.ref[CudaGraph]] = []
+        self._grown = 0  # bytes that the pool has got since there was none; it gives none back while it has a graph
 
     @property
     def _live(self) -> list[CudaGraph]:
@@ -258,7 +260,9 @@ class CudaGraphs:
     @property
     def nbytes(self) -> int:
         """Bytes that they hold on the device, between calls too."""
-        return sum(kept.nbytes for kept in self._live)
+        if not self._live:
+            self._grown = 0
+        return self._grown
 
     @property
     def pool(self) -> Any:
@@ -267,6 +271,7 @@ class CudaGraphs:
 
     def add(self, made: CudaGraph) -> None:
         """Keep a graph, and drop the one that was launched longest ago if there are too many."""
+        self._grown = self.nbytes + made.nbytes
         live = self._live
         for oldest in live[: max(0, len(live) + 1 - MOST_GRAPHS)]:
             oldest.drop(f"an arena has at most {MOST_GRAPHS} graphs")

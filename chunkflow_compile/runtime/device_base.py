@@ -8,7 +8,8 @@ the copy engine.  ``threads`` has a thread for every stream, compute included, s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,9 @@ from .read_ahead import Reading
 # EVERY is prime: of a pattern that repeats, such as the steps of a generation, each has its turn.
 FIRST_STEPS = 16
 EVERY = 17
+
+# A copy to the device: target and source (uint8, equal sizes), and its name for profilers.
+Copy = tuple[torch.Tensor, Source | Reading, str]
 
 # Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
@@ -106,6 +110,11 @@ class Device:
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
         raise NotImplementedError
+
+    def copy_all(self, copies: Sequence[Copy]) -> None:
+        """Enqueue copies that nobody times on the copy stream."""
+        for target, source, name in copies:
+            self.copy.run(partial(self.copy_bytes, target, source), None, name)
 
     def received(self, nbytes: int) -> None:
         """Called as work of the collective stream, after a collective has brought ``nbytes`` into this rank."""

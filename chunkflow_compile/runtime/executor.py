@@ -39,7 +39,7 @@ from chunkflow_compile.weights.source import Source
 from .arena import Binding
 from .capture import record
 from .cuda_graphs import CaptureLog, CudaGraph
-from .instructions import Cost, Issue, OnDevice, Step, instructions, prefetch, reading
+from .instructions import Cost, Issue, OnDevice, Step, fetched, instructions, prefetch, reading
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
 
@@ -123,9 +123,12 @@ class Executor(OnDevice):
         env = [*args, *self._later]
         for position, value in self._values:
             env[position] = value
-        state, graph = self.state, self._recorded(env)
+        state = self.state
         jumps = state.next != self.call
-        if self.call == 0 or jumps:  # a pass begins
+        if begins := self.call == 0 or jumps:  # a pass
+            state.asked = self.device.measuring
+        graph = self._recorded(env)
+        if begins:
             state.marked = graph is None and self.device.choose(self._steps, self.wanted)
         begun = self.device.start(graph.timed if graph is not None else state.marked, self._measured)
         self._measured = begun is not None and graph is None
@@ -162,12 +165,14 @@ class Executor(OnDevice):
         if log.why_not:
             self._drop_graph(log.why_not)
             return None
+        issued = self.state.asked or self.wanted  # a launch has no times of its parts
         if self._graph is not None:
-            if not self.device.measuring and not self.wanted and self._graph.fits(env):
+            why = "a pass is measured" if issued else self._graph.misfit(env)
+            if not why:
                 self.binding.arena.graphs.launched(self._graph)
                 return self._graph
-            self._drop_graph("a pass is measured, or an input has another address or layout")
-        if self.device.measuring or self.wanted or not log.due:
+            self._drop_graph(why)
+        if issued or not log.due:
             log.passes += 1
             return None
         self._graph = record(self.program, self.regions, self.binding, self.poison, self.cycle, env, log)
@@ -214,8 +219,8 @@ class Executor(OnDevice):
         if start.order is not None and start.order.repeated:
             copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
         for weight, target, source in start.kept:
-            self.copy(step, target, source, f"keep {weight}")
-            self.mark(weight)
+            self.copy(step, [(target, source, f"keep {weight}")])
+            self.mark(self.marks.marked.get(weight))
             step.cost.moved += source.numel()
         for _, issue in start.prefetches:
             issue(step)
@@ -282,7 +287,7 @@ class Executor(OnDevice):
         if self._start is None:
             here = border(self.cycle, self.call)
             ops = [(p, n) for n in here.prefetches if (p := prefetch_of(n))]
-            prefetches = [(p.weight, prefetch(self, p, n)) for p, n in ops]
+            prefetches = [(p.weight, fetched(self, [prefetch(self, p, n)])) for p, n in ops]
             reads = reads_from(self.cycle, self.call, here, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
             self._start = _Start(list(self._kept()), prefetches, here.waits, ReadOrder(first, repeated, reads.begin))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
 from typing import Any, cast
@@ -19,10 +19,10 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
-from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Binding, SlotState
-from .device_base import Device
+from .device_base import Copy, Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
 from .streams import HostFlag
@@ -74,6 +74,16 @@ class Compute:
     name: str = ""
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """The copies of a prefetch.  ``arrival``: the number of the mark after them, None for none.  ``opens``: whether they wait
+    for the opening of their window."""
+
+    copies: Sequence[Copy]
+    arrival: int | None
+    opens: bool = False
+
+
 class OnDevice:
     """A program on the memory and the streams of a device: what its instructions refer to.
 
@@ -110,40 +120,52 @@ class OnDevice:
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.opening, self.started, self.ended = device.event(), device.event(), device.event()
 
-    def copy(self, step: Step, target: torch.Tensor, source: Source | Reading, name: str) -> None:
-        """Enqueue a copy of a step on the copy stream."""
-        if self.flag is not None:
-            self.device.copy.run(self.flag.hold)
-        work = partial(self.device.copy_bytes, target, source)
-        watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
-        self.device.copy.run(work, watch, name)
+    def copy(self, step: Step, copies: Sequence[Copy]) -> None:
+        """Enqueue copies of a step on the copy stream."""
+        if self.flag is None and step.cost.windows is None:
+            self.device.copy_all(copies)
+            return
+        for target, source, name in copies:
+            if self.flag is not None:
+                self.device.copy.run(self.flag.hold)
+            work = partial(self.device.copy_bytes, target, source)
+            watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
+            self.device.copy.run(work, watch, name)
 
-    def mark(self, copied: Node | str) -> None:
-        """Record the arrival after a copy, if a region waits for it."""
-        if (number := self.marks.marked.get(copied)) is not None:
+    def mark(self, number: int | None) -> None:
+        """Record an arrival after a copy, if a region waits for it."""
+        if number is not None:
             self.device.copy.record(self.state.arrived[number])
 
 
 def instructions(on: OnDevice) -> Iterator[Issue]:
     """The functions that issue the nodes of a program, in their order.
 
-    A region, what takes its outputs apart, and what drops values after it are one, because each costs the host time.
+    A region, what takes its outputs apart, and what drops values after it are one, and so are the copies of a window,
+    because each costs the host time.
     """
-    taken = list[Compute]()
+    works, fetches = list[Compute](), list[Fetch]()
     for issue in _in_order(on):
-        if taken and not (isinstance(issue, Compute) and issue.window is None):
-            yield _compute(on, taken)
-            taken = []
+        if works and not (isinstance(issue, Compute) and issue.window is None):
+            yield _compute(on, works)
+            works = []
+        if fetches and not (isinstance(issue, Fetch) and not issue.opens):
+            yield fetched(on, fetches)
+            fetches = []
         if isinstance(issue, Compute):
-            taken.append(issue)
+            works.append(issue)
+        elif isinstance(issue, Fetch):
+            fetches.append(issue)
         else:
             yield issue
-    if taken:
-        yield _compute(on, taken)
+    if works:
+        yield _compute(on, works)
+    if fetches:
+        yield fetched(on, fetches)
 
 
-def _in_order(on: OnDevice) -> Iterator[Issue | Compute]:
-    """For each node, what issues it, or its work; after it, work that drops the values no longer needed.
+def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
+    """For each node, what issues it, or its work or copies; after it, work that drops the values no longer needed.
 
     After the last region all of them go with the step.
     """
@@ -157,10 +179,8 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute]:
             continue
         issue = _issue(on, node, min(window, windows - 1))
         window += node.op == "call_module"
-        if (op := prefetch_of(node)) is not None:
-            assert issue is not None and not isinstance(issue, Compute)
-            if op.window != opened:
-                issue = partial(_open, on, issue)
+        if isinstance(issue, Fetch) and (op := prefetch_of(node)) is not None:
+            issue = replace(issue, opens=op.window != opened)
             opened = op.window
         issues = (issue,) if flag is None else _flagged(on, flag, issue, node)
         yield from (each for each in issues if each is not None)
@@ -169,8 +189,8 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute]:
 
 
 def _flagged(
-    on: OnDevice, flag: HostFlag, issue: Issue | Compute | None, node: Node
-) -> Iterator[Issue | Compute | None]:
+    on: OnDevice, flag: HostFlag, issue: Issue | Compute | Fetch | None, node: Node
+) -> Iterator[Issue | Compute | Fetch | None]:
     """What issues a node, between what sets and clears the flag."""
     if collective_kind(node) is not None:
         yield lambda step: flag.set()
@@ -201,8 +221,8 @@ def _compute(on: OnDevice, taken: Sequence[Compute]) -> Issue:
     return issue
 
 
-def _issue(on: OnDevice, node: Node, window: int) -> Issue | Compute | None:
-    """What issues a node, or its work; None if another event, or the order of a stream, does its work."""
+def _issue(on: OnDevice, node: Node, window: int) -> Issue | Compute | Fetch | None:
+    """What issues a node, or its work or copies; None if another event, or the order of a stream, does its work."""
     function: Any = node.target
     if (op := prefetch_of(node)) is not None:
         return prefetch(on, op, node)
@@ -248,23 +268,39 @@ def _region(on: OnDevice, node: Node, window: int) -> Compute:
     return Compute(work, window, " ".join(w for w in (node.name, *named) if w))
 
 
-def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Issue:
-    """A function that issues the copies of a prefetch, and marks their arrival."""
+def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Fetch:
+    """The copies of a prefetch, and the mark of their arrival."""
     slot, host = on.binding.slots[op.weight], on.binding.hosts[op.weight]
     size = on.program.plan.chunk_bytes
     first, end = op.first * size, op.end * size
-    nbytes = host[first:end].numel()
     # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
     length = size if on.flag is not None else end - first
     parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
     ahead = op.weight in on.on_drive
-    copies = [(slot[part], reading(on, op) if ahead else host[part]) for part in parts]
     name = f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
+    copies = [(slot[part], reading(on, op) if ahead else host[part], name) for part in parts]
+    return Fetch(copies, on.marks.marked.get(node))
+
+
+def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
+    """A function that issues the copies of a window, each run of them up to a mark as one."""
+    parts, copies = list[tuple[Sequence[Copy], int | None]](), list[Copy]()
+    for fetch in fetches:
+        copies += fetch.copies
+        if fetch.arrival is not None:
+            parts.append((copies, fetch.arrival))
+            copies = []
+    if copies:
+        parts.append((copies, None))
+    opens, nbytes = fetches[0].opens, sum(target.numel() for copies, _ in parts for target, _, _ in copies)
 
     def issue(step: Step) -> None:
-        for target, source in copies:
-            on.copy(step, target, source, name)
-        on.mark(node)
+        if opens:
+            on.device.compute.record(on.opening)
+            on.device.copy.wait(on.opening)
+        for copies, arrival in parts:
+            on.copy(step, copies)
+            on.mark(arrival)
         step.cost.moved += nbytes
 
     return issue
@@ -275,12 +311,6 @@ def reading(on: OnDevice, op: Prefetch) -> Reading:
     source, size = on.binding.hosts[op.weight], on.program.plan.chunk_bytes
     assert isinstance(source, DriveBytes)
     return Reading(on.binding.arena.reader, source[op.first * size : op.end * size])
-
-
-def _open(on: OnDevice, issue: Issue, step: Step) -> None:
-    on.device.compute.record(on.opening)
-    on.device.copy.wait(on.opening)
-    issue(step)
 
 
 def _wait(on: OnDevice, arrival: Any, window: int, step: Step) -> None:
