@@ -82,7 +82,7 @@ class FakeCuda:
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []
-        self.in_profiler = True
+        self.in_profiler = False
         self.graphs: list[FakeGraph] = []
         self.callers = self._current = FakeStream(self, CallingStream(clock))
         self._recorded: FakeStream | None = None
@@ -113,6 +113,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
+        self.calls["on"] += 1
         self._current = stream
         try:
             yield

@@ -94,15 +94,37 @@ def test_a_step_allocates_nothing_and_waits_for_nothing(no_grad: None) -> None:
     _, _, run = compiled(cuda, debug=())
     for _ in range(FRAMES + 2):
         run(torch.randn(4, 8))
-    before = {**cuda.calls, "copy": 0}
+    before = {**cuda.calls, "copy": 0, "on": 0}
     for _ in range(3):
         run(torch.randn(4, 8))
-    assert {**cuda.calls, "copy": 0} == before and before["allocate"] == before["stream"] == 1
+    assert {**cuda.calls, "copy": 0, "on": 0} == before and before["allocate"] == before["stream"] == 1
     assert before["event"] > 10 and "synchronize" not in before
+
+
+@pytest.mark.parametrize("options", [{}, {"pin_memory": 0}])
+def test_copies_that_nobody_times_take_one_change_of_stream_up_to_a_mark(
+    options: dict[str, Any], no_grad: None
+) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, policy="layerwise", **options)
+    check_steps(run, twin, 3)
+    session = programs(model)[0]
+    copies, device = [op for _, op in prefetches(session.program)], session.executor.device
+    windows = len({op.window for op in copies})
+    device.measure(0)
+    check_steps(run, twin, 1)
+    before = cuda.calls.copy()
+    check_steps(run, twin, 3)
+    made = cuda.calls - before
+    assert made["copy"] == 3 * len(copies) and made["on"] == 3 * windows < made["copy"]
+    cuda.in_profiler = True
+    check_steps(run, twin, 1)
+    assert len([name for name in cuda.names if name.startswith("prefetch")]) == len(copies), "each has its name there"
 
 
 def test_time_is_measured_by_the_device(no_grad: None) -> None:
     cuda = FakeCuda(0.004, OwnClock(tick=1e-7).host, late=True)
+    cuda.in_profiler = True
     model, _, run = compiled(cuda)
     for _ in range(8):
         run(torch.randn(4, 8))

@@ -39,7 +39,7 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for i in range(1, len(whole), 16):
+    for i in range(1, len(whole), 8):
         run(torch.randn(4, 8))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(executor, "instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
