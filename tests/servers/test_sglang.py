@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,10 +211,15 @@ def test_arguments_that_contradict_are_refused(given: dict[str, Any], said: str,
     assert str(refused.value).startswith("CHUNKFLOW_MEMORY") and said in str(refused.value)
 
 
-def test_a_mode_with_cuda_graphs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "max-autotune")
-    with pytest.raises(ChunkflowError, match="use mode 'max-autotune-no-cudagraphs'"):
-        Served(tmp_path, "wan")
+def test_a_mode_with_cuda_graphs_tunes_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model by kind has no graph, and a request's context would break that of a whole one."""
+    given = dict[str, Any]()
+    monkeypatch.setattr("chunkflow_compile.frontend.compile.compile", lambda module, **options: given.update(options))
+    monkeypatch.setattr(plugin_module, "_streams", lambda module: True)
+    registry = SimpleNamespace(module_ids=set())
+    hooks = plugin_module.Hooks(Settings("12GiB", {}))
+    assert hooks.compile(None, registry, torch.nn.Linear(2, 2), compile_kwargs={"mode": "max-autotune"})
+    assert given == {"mode": "max-autotune", "cudagraphs": False, "memory": "12GiB"} and registry.module_ids
 
 
 def test_other_components_keep_their_residency(tmp_path: Path) -> None:
