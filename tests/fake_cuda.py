@@ -62,8 +62,8 @@ class FakeEvent:
 class FakeCuda:
     """``copy_s``: least seconds of a copy; ``launched_copy_s``: of one in a graph, by default the same.  ``graphs``: those
     recorded.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
-    the ranges that a profiler shows, if one runs: ``in_profiler``.  ``late``: copies begin only while the caller's stream
-    waits for some."""
+    the ranges that a profiler shows, if one runs: ``in_profiler``.  ``late``: copies outside of
+    graphs begin only while the caller's stream waits for some."""
 
     def __init__(
         self,
@@ -160,9 +160,10 @@ class FakeCuda:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.calls["copy"] += 1
         seconds = self.copy_s if self._recorded is None else self.launched_copy_s
+        late = self.late and self._recorded is None
 
         def work() -> None:
-            assert not self.late or self._waiting.wait(WITHIN)
+            assert not late or self._waiting.wait(WITHIN)
             self.clock.sleep(seconds)
             copy_host_bytes(target, source)
 
