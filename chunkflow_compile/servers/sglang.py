@@ -111,7 +111,7 @@ class Hooks:
         if not _streams(module):
             return original(registry, module, compile_kwargs=compile_kwargs)
         if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have it, too
-            given = {"cudagraphs": False, "memory": self._memory, **self._options}  # a mode may ask for graphs
+            given = {"cudagraphs": False, "memory": self._memory, **self._options}  # SGLANG_TORCH_COMPILE_MODE may ask
             compile_by_kind(module, mode=compile_kwargs.get("mode"), **given)
         registry.module_ids.add(id(module))
         return True
