@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,72 +11,48 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.discover import group_names
-from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.groups import group_named, numbers
 from chunkflow_compile.weights.source import DriveBytes
 
-from .arena import Binding
 from .cuda_graphs import MOST_GRAPHS, CaptureLog, CudaGraph
 from .instructions import Cost, OnDevice, Step, instructions
 from .wrapped_calls import undeclared
-
-
-class CannotCaptureError(ChunkflowError):
-    """Why a call is no CUDA graph."""
-
 
 # An input by its position.
 _Placed = tuple[int, torch.Tensor]
 
 
-def check_capture(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> None:
-    """Raise CannotCaptureError for a call that cannot be recorded, whatever its inputs are.
-
-    ``collectives``: whether those can be.
-    """
-    if (reason := next(_reasons(program, cycle, binding, collectives), None)) is not None:
-        raise CannotCaptureError(reason)
-
-
-def _reasons(program: Program, cycle: Cycle, binding: Binding, collectives: bool) -> Iterator[str]:
-    for name, host in binding.hosts.items():
+def _reasons(on: OnDevice, collectives: bool) -> Iterator[str]:
+    """Why a call cannot be recorded, whatever its inputs are.  ``collectives``: whether those can be."""
+    for name, host in on.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
-    if reason := binding.arena.streams.why_not_recorded():
+    if reason := on.device.why_not_recorded():
         yield reason
-    if program.problem.collectives and not collectives:
+    if on.program.problem.collectives and not collectives:
         yield 'it has collectives, which cudagraphs="collectives" records too (experimental)'
-    if (calls := len(cycle.calls)) > MOST_GRAPHS:
+    if (calls := len(on.cycle.calls)) > MOST_GRAPHS:
         yield f"it is one of {calls} calls, and an arena has at most {MOST_GRAPHS} graphs: compile the model whole"
-    if not cycle.plan.joins:
+    if not on.cycle.plan.joins:
         yield (
             "waiting for all copies at the end of each call is predicted to cost 1 % of the step or more, or its plan was "
             "given and has no joins"
         )
 
 
-def record(
-    program: Program,
-    regions: Mapping[str, Callable[..., Sequence[Any]]],
-    binding: Binding,
-    poison: bool,
-    cycle: Cycle,
-    env: Sequence[Any],
-    log: CaptureLog,
-) -> CudaGraph | None:
-    """Record a call as :func:`capture`, if it can be; None, with the reason in its log, if not.
+def record(on: OnDevice, env: Sequence[Any], log: CaptureLog) -> CudaGraph | None:
+    """Record the call of ``on`` as :func:`capture`, if it can be; None, with the reason in its log, if not.
 
     Ranks that meet in the collectives of the call record it together: if one cannot, none does.
     """
-    graph, why = None, ""
+    graph, why = None, next(_reasons(on, log.wanted == "collectives"), "")
     try:
-        check_capture(program, cycle, binding, log.wanted == "collectives")
-        graph = capture(program, regions, binding, poison, cycle, env, log)
+        graph = None if why else capture(on, env, log)
     except Exception as error:  # noqa: BLE001  (what an op raises that finds itself recorded depends on it)
         why = str(error) if isinstance(error, ChunkflowError) else first_line(error)
     if log.wanted == "collectives":
-        why = _of_any_rank(program, why)
+        why = _of_any_rank(on.program, why)
     if why and graph is not None:
         graph.drop(why)
         graph = None
@@ -96,21 +72,13 @@ def _of_any_rank(program: Program, why: str) -> str:
     return why
 
 
-def capture(
-    program: Program,
-    regions: Mapping[str, Callable[..., Sequence[Any]]],
-    binding: Binding,
-    poison: bool,
-    cycle: Cycle,
-    env: Sequence[Any],
-    log: CaptureLog,
-) -> CudaGraph:
+def capture(on: OnDevice, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
     """Record a call on inputs of these sizes; nothing is computed.  ``env``: the inputs, and a place for each other value.
 
-    Raises CannotCaptureError for inputs that cannot be recorded, RuntimeError without memory, and what an op raises that
+    Raises ChunkflowError for inputs that cannot be recorded, RuntimeError without memory, and what an op raises that
     cannot be.
     """
-    begun, device, arena = time.monotonic(), binding.arena.streams, binding.arena
+    begun, program, device, arena = time.monotonic(), on.program, on.device, on.binding.arena
     inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     weights = set(program.weight_inputs.values())
     values, copied, in_place, fixed = list(env), list[_Placed](), list[_Placed](), list[tuple[int, Any]]()
@@ -119,7 +87,7 @@ def capture(
         if not isinstance(value, torch.Tensor):
             fixed.append((position, value))
         elif value.device.type != arena.device.type:
-            raise CannotCaptureError(
+            raise ChunkflowError(
                 f"its input {node.name} ({list(value.shape)}) is on the {value.device.type}, and a graph would keep its "
                 f"value: pass it on {arena.device}"
             )
@@ -134,9 +102,9 @@ def capture(
     given = {id(values[position]): position for position in range(len(inputs))}
     before = device.free()
     with device.recording(arena.graphs.pool) as (graph, recorder):
-        on = OnDevice(program, regions, replace(binding, state=None), poison, cycle, recorder)
+        recorded = OnDevice(program, on.regions, replace(on.binding, state=None), on.poison, on.cycle, recorder)
         step = Step(values, Cost(), 0)
-        for issue in instructions(on):
+        for issue in instructions(recorded):
             issue(step)
     made = CudaGraph(
         graph,

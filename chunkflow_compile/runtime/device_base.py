@@ -148,9 +148,6 @@ class Device:
         """Free what a graph holds, with no launch of it in flight."""
         raise NotImplementedError
 
-    def join(self) -> None:
-        """In a recording: let compute wait for all copies."""
-
     def free(self) -> int:
         """Bytes of the device that nothing holds; waits for what is in flight."""
         return 0

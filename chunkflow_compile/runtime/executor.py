@@ -175,7 +175,7 @@ class Executor(OnDevice):
         if issued or not log.due:
             log.passes += 1
             return None
-        self._graph = record(self.program, self.regions, self.binding, self.poison, self.cycle, env, log)
+        self._graph = record(self, env, log)
         return self._graph
 
     def _drop_graph(self, why: str) -> None:

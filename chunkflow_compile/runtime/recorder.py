@@ -74,9 +74,6 @@ class _Copies:
         with self._cuda.on(self._stream):
             work()
 
-    def synchronize(self) -> None:
-        raise NotImplementedError("nothing runs while it is recorded")
-
 
 class _Compute:
     """The stream of compute and collectives, which is the caller's current one during a recording."""
