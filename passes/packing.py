@@ -1,0 +1,200 @@
+"""Packing: a bfloat16 weight in twelve bits a value, without loss.
+
+Of the eight bits of an exponent a trained or random weight uses few values: sixteen in a row cover more than 99.9 % of its
+values, so four bits say which.  Sign and mantissa stay as they are, eight bits.  Words of two values with another exponent
+are *escapes*: they are listed, and written over the result.
+
+A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
+
+    frames      of 8 h values each: 2 h words of signs and mantissas, a byte a value; h words of exponents, a nibble a value
+    escapes     ``room`` words of two values, then the ``room`` positions of these words; unused ones repeat another
+    base        the exponent of code 0
+
+A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row k // 2,
+and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what a GPU
+reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words, and a
+second one of the escapes, which writes into the result of the first.
+
+The op ``unpack`` stands before the reader of a packed weight, in its region.  Inductor keeps code by the op's name and
+arguments: another layout needs another name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# Values of a frame, at most: a frame of 96 KiB is read several times, and stays in a cache of a GPU or of a core.
+_FRAME = 1 << 16
+# One escape in so many values has room, two for each word: 12 + 64 / 704 bits a value.  Trained weights have one in 1,000
+# to one in 10,000, Gaussian ones one in 12,000.
+_VALUES_PER_ESCAPE = 704
+# Words that lie at multiples of 16 bytes are loaded four at a time.
+_ALIGNED = 4
+# Values from which the base is chosen: another base costs escapes, but is never wrong.
+_SAMPLE = 1 << 16
+# Frames that one thread encodes, or that are decoded at a time: 2 MiB of values.
+_PIECE = 16
+
+_SIGNS, _MANTISSAS, _CODES = 0x00800080, 0x007F007F, 0x000F000F
+_EXPONENTS, _BOTH, _OUTSIDE = 0x00FF00FF, 0x00010001, 0x01F001F0
+
+# Runs a function on each item: map, or that of a pool of threads.
+Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
+
+
+class Layout(NamedTuple):
+    """Of a packed weight: its frames, ``h`` of them (see the note above), and how many escapes have room."""
+
+    frames: int
+    h: int
+    room: int
+
+    @staticmethod
+    def of(numel: int) -> Layout:
+        """That of a weight of so many values."""
+        frames = max(1, -(-numel // _FRAME))
+        return Layout(frames, _aligned(-(-numel // (8 * frames))), _aligned(-(-numel // _VALUES_PER_ESCAPE)))
+
+    @property
+    def words(self) -> int:
+        return 3 * self.h * self.frames + 2 * self.room + _ALIGNED
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.words
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNED) * _ALIGNED
+
+
+def saves(numel: int) -> bool:
+    """Whether packing makes a weight of so many values smaller by a fifth or more; small ones are mostly padding."""
+    return 5 * Layout.of(numel).nbytes <= 8 * numel
+
+
+def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
+    """Pack bfloat16 ``values``, contiguous in host memory, into ``out``, int32 [Layout.words].
+
+    ``run``: spreads the work over threads.  The same values have the same bytes.  Returns False, with ``out`` undefined, if
+    there are more escapes than ``out`` has room for.
+    """
+    flat = values.reshape(-1)
+    layout = Layout.of(flat.numel())
+    base = _base(flat.view(torch.int16))
+    found = run(lambda first: _pack_piece(flat, layout, base, first, out), range(0, layout.frames, _PIECE))
+    at = torch.cat([*found])
+    if len(at) > layout.room:
+        return False
+    body, room = 3 * layout.h * layout.frames, layout.room
+    words, positions, rest = out[body:].split([room, room, _ALIGNED])
+    positions[: len(at)] = at
+    positions[len(at) :] = at[0] if len(at) else 0
+    words.copy_(_words_at(flat, positions))
+    rest.fill_(base)
+    return True
+
+
+def _base(bits: torch.Tensor) -> int:
+    """The exponent from which sixteen in a row cover most of a sample."""
+    sample = bits[:: max(1, len(bits) // _SAMPLE)].to(torch.int64)
+    counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
+    return int(counts.unfold(0, 16, 1).sum(1).argmax())
+
+
+def _pack_piece(flat: torch.Tensor, layout: Layout, base: int, first: int, out: torch.Tensor) -> torch.Tensor:
+    """Pack some frames; return the positions of their words with an escape."""
+    h, found = layout.h, [torch.empty(0, dtype=torch.int64)]
+    signs, codes, other = (torch.empty(4, h, dtype=torch.int32) for _ in range(3))
+    for frame in range(first, min(first + _PIECE, layout.frames)):
+        begin = 8 * h * frame
+        words = _as_words(flat[begin : begin + 8 * h], 4 * h).view(4, h)
+        into = out[3 * h * frame :]
+        torch.bitwise_right_shift(words, 8, out=other)
+        other.bitwise_and_(_SIGNS)
+        torch.bitwise_and(words, _MANTISSAS, out=signs)
+        signs.bitwise_or_(other)
+        pairs = signs.view(2, 2, h)
+        shifted = torch.bitwise_left_shift(pairs[:, 1], 8, out=other[:2])
+        torch.bitwise_or(pairs[:, 0], shifted, out=into[: 2 * h].view(2, h))
+        torch.bitwise_right_shift(words, 7, out=codes)
+        codes.bitwise_and_(_EXPONENTS)
+        # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
+        codes.add_((256 - base) * _BOTH).bitwise_xor_(256 * _BOTH)
+        escaped = torch.bitwise_and(codes, _OUTSIDE, out=other)
+        if escaped.any():
+            found.append(escaped.view(-1).nonzero().view(-1) + 4 * h * frame)
+        codes.bitwise_and_(_CODES)
+        nibbles = into[2 * h : 3 * h].copy_(codes[0])
+        for row in (1, 2, 3):
+            nibbles.bitwise_or_(codes[row].bitwise_left_shift_(4 * row))
+    return torch.cat(found)
+
+
+def _as_words(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Contiguous bfloat16 values as so many int32 words of two, with zeros after the last."""
+    if len(values) < 2 * count or values.storage_offset() % 2:
+        padded = torch.zeros(2 * count, dtype=torch.bfloat16)
+        padded[: len(values)] = values
+        values = padded
+    return values.view(torch.int32)
+
+
+def _words_at(flat: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The words of two values at these positions."""
+    first = 2 * positions.to(torch.int64)
+    low, high = (flat.view(torch.int16)[(first + i).clamp(max=len(flat) - 1)].to(torch.int32) for i in (0, 1))
+    high = torch.where(first + 1 < len(flat), high, 0)
+    low = torch.where(first < len(flat), low, 0)
+    return (low & 0xFFFF) | (high << 16)
+
+
+def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The values of a packed weight, bfloat16 of this shape."""
+    numel = math.prod(shape)
+    layout = Layout.of(numel)
+    words = _words(packed, layout, 0, layout.frames).flatten()
+    positions, values = _escapes(packed, layout)
+    words = words.index_put((positions.to(torch.int64),), values)[: -(-numel // 2)]
+    return words.view(torch.bfloat16)[:numel].view(shape)
+
+
+def unpack_into(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of a packed weight to ``out``, bfloat16, contiguous, with little memory besides."""
+    flat = out.view(-1)
+    layout = Layout.of(len(flat))
+    for first in range(0, layout.frames, _PIECE):
+        words = _words(packed, layout, first, min(first + _PIECE, layout.frames)).flatten()
+        target = flat[8 * layout.h * first :][: 2 * len(words)]
+        target.copy_(words.view(torch.bfloat16)[: len(target)])
+    positions, values = _escapes(packed, layout)
+    at = (2 * positions.to(torch.int64)).view(-1, 1) + torch.arange(2, device=positions.device)
+    inside = at < len(flat)
+    flat[at[inside]] = values.view(torch.bfloat16).view(-1, 2)[inside]
+
+
+def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.Tensor:
+    """The words of frames ``[first, end)``, int32 [frames, 2, 2, h]; those with an escape are wrong."""
+    h, frames = layout.h, end - first
+    planes = packed[3 * h * first : 3 * h * end].view(frames, 3 * h)
+    row = torch.arange(4, device=packed.device, dtype=torch.int32).view(1, 2, 2, 1)
+    signs = planes[:, : 2 * h].view(frames, 2, 1, h) >> (row & 1) * 8
+    codes = (planes[:, 2 * h :].view(frames, 1, 1, h) >> row * 4) & _CODES
+    exponents = codes * 128 + packed[-1] * _SIGNS
+    return ((signs & _SIGNS) << 8) | (signs & _MANTISSAS) | exponents
+
+
+def _escapes(packed: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of the words with an escape, and these words."""
+    body, room = 3 * layout.h * layout.frames, layout.room
+    return packed[body + room : body + 2 * room], packed[body : body + room]
+
+
+_OPS = torch.library.Library("chunkflow", "FRAGMENT")
+_OPS.define("unpack(Tensor packed, int[] shape) -> Tensor")
+_OPS.impl("unpack", unpack, "CompositeImplicitAutograd")  # so that AOTAutograd traces what it does
+UNPACK = torch.ops.chunkflow.unpack.default
