@@ -20,6 +20,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
     POLICIES,
+    Pack,
     Policy,
     Yield,
 )
@@ -114,6 +115,11 @@ class Options:
     those of several ranks, too; experimental.  A call that cannot be recorded is issued op by op, and a warning says why.
     mode="reduce-overhead" and "max-autotune" mean True."""
 
+    pack: Pack = False
+    """Whether weights in bfloat16 are packed, without loss, in three quarters of their bytes, and unpacked on the device by
+    the region that reads them.  True: all that can be.  "auto": those with which the step is predicted to be shorter within
+    memory; where copies are hidden anyway, none.  A model placed by offload(pack=True) stays packed in any case."""
+
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
@@ -135,6 +141,7 @@ class Options:
             ("lowering", get_args(Lowering)),
             ("yields", get_args(Yield)),
             ("cudagraphs", get_args(CudaGraphsWanted)),
+            ("pack", get_args(Pack)),
         ):
             if getattr(self, name) not in allowed:
                 listed = ", ".join(map(str, allowed))
@@ -217,6 +224,7 @@ class Options:
             timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
             joined="auto" if self.cudagraphs == "auto" else bool(self.cudagraphs),
+            pack=self.pack,
         )
 
 

@@ -10,10 +10,10 @@ A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
     escapes     ``room`` words of two values, then the ``room`` positions of these words; unused ones repeat another
     base        the exponent of code 0
 
-A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row k // 2,
-and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what a GPU
-reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words, and a
-second one of the escapes, which writes into the result of the first.
+A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row
+k // 2, and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what
+a GPU reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words,
+and a second one of the escapes, which writes into the result of the first.
 
 The op ``unpack`` stands before the reader of a packed weight, in its region.  Inductor keeps code by the op's name and
 arguments: another layout needs another name.
@@ -109,29 +109,25 @@ def _base(bits: torch.Tensor) -> int:
 def _pack_piece(flat: torch.Tensor, layout: Layout, base: int, first: int, out: torch.Tensor) -> torch.Tensor:
     """Pack some frames; return the positions of their words with an escape."""
     h, found = layout.h, [torch.empty(0, dtype=torch.int64)]
-    signs, codes, other = (torch.empty(4, h, dtype=torch.int32) for _ in range(3))
+    here, other = (torch.empty(4, h, dtype=torch.int32) for _ in range(2))
+    signs, mantissas, exponents, outside, nibble, bias, none = map(
+        torch.tensor, (_SIGNS, _MANTISSAS, _EXPONENTS, _OUTSIDE, _CODES, (256 - base) * _BOTH, 256 * _BOTH)
+    )
     for frame in range(first, min(first + _PIECE, layout.frames)):
-        begin = 8 * h * frame
-        words = _as_words(flat[begin : begin + 8 * h], 4 * h).view(4, h)
-        into = out[3 * h * frame :]
-        torch.bitwise_right_shift(words, 8, out=other)
-        other.bitwise_and_(_SIGNS)
-        torch.bitwise_and(words, _MANTISSAS, out=signs)
-        signs.bitwise_or_(other)
-        pairs = signs.view(2, 2, h)
-        shifted = torch.bitwise_left_shift(pairs[:, 1], 8, out=other[:2])
-        torch.bitwise_or(pairs[:, 0], shifted, out=into[: 2 * h].view(2, h))
-        torch.bitwise_right_shift(words, 7, out=codes)
-        codes.bitwise_and_(_EXPONENTS)
+        words = _as_words(flat[8 * h * frame :][: 8 * h], 4 * h).view(4, h)
+        bytes_, codes = out[3 * h * frame :][: 2 * h].view(2, h), out[3 * h * frame :][2 * h : 3 * h]
+        torch.bitwise_right_shift(words, 8, out=other).bitwise_and_(signs)
+        torch.bitwise_and(words, mantissas, out=here).bitwise_or_(other)
+        for row in range(2):
+            torch.bitwise_or(here[2 * row], here[2 * row + 1].bitwise_left_shift_(8), out=bytes_[row])
+        torch.bitwise_right_shift(words, 7, out=here).bitwise_and_(exponents)
         # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
-        codes.add_((256 - base) * _BOTH).bitwise_xor_(256 * _BOTH)
-        escaped = torch.bitwise_and(codes, _OUTSIDE, out=other)
-        if escaped.any():
-            found.append(escaped.view(-1).nonzero().view(-1) + 4 * h * frame)
-        codes.bitwise_and_(_CODES)
-        nibbles = into[2 * h : 3 * h].copy_(codes[0])
-        for row in (1, 2, 3):
-            nibbles.bitwise_or_(codes[row].bitwise_left_shift_(4 * row))
+        here.add_(bias).bitwise_xor_(none)
+        found.append(torch.bitwise_and(here, outside, out=other).view(-1).nonzero().view(-1) + 4 * h * frame)
+        here.bitwise_and_(nibble)
+        torch.bitwise_or(here[0], here[1].bitwise_left_shift_(4), out=codes)
+        for row in (2, 3):
+            codes.bitwise_or_(here[row].bitwise_left_shift_(4 * row))
     return torch.cat(found)
 
 

@@ -347,7 +347,7 @@ class Sequence:
         A weight leaves the drive, and the memory that ranks share, when it is written.
         """
         buffer = self._buffer(name)
-        now = buffer.drive or flat_bytes(buffer.host)
+        now = buffer.drive or flat_bytes(buffer.stored)
         if isinstance(now, DriveBytes) or isinstance(bound, DriveBytes):
             return now is not bound
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
