@@ -84,6 +84,13 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
+# What "auto" says where it cannot choose.
+_NO_GOAL = (
+    "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
+    "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
+)
+
+
 class CompilationError(ChunkflowError, BackendCompilerFailed):
     """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend."""
 
@@ -238,6 +245,9 @@ class _Compiler:
         traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
+        budget = self.settings.memory if repeats is None else repeats.memory
+        if self.settings.pack == "auto" and budget is None:
+            others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
