@@ -143,7 +143,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
-        move_weights(index, compiler.device, min_bytes, missing)
+        move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
     return compiled
 
 
@@ -275,7 +275,7 @@ class _Compiler:
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
-        place = partial(start_program, self.device, self.min_bytes, code.kind, seen)
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
         codes = Codes(code, traced, Goal.of(chosen.settings(), code.packed))
         moved = HostConstants(self.device, tables)
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)

@@ -102,7 +102,7 @@ def test_writes_are_packed_again(by_kind: bool) -> None:
         (
             lambda p: p.mul_(1.5),
             lambda p: p.data.add_(0.01),
-            lambda p: p[:4].zero_(),
+            lambda p: p[:4].mul_(0.5),
             lambda p: p.copy_(torch.randn_like(p)),
         )
     ):
@@ -140,7 +140,7 @@ def test_a_weight_that_packs_no_more_is_raw_from_then_on(by_kind: bool) -> None:
 
 def test_the_plan_chooses() -> None:
     """Where no copy hides all are packed, where all hide none is."""
-    fast = {**EAGER, "hardware": FAST, "memory": "64KiB", "pack": "auto"}
+    fast = {**EAGER, "hardware": FAST, "memory": "400KiB", "pack": "auto"}
     fast.pop("slowdown")
     model, twin = bf16_twins("flux")
     chunkflow_compile.compile(model, **fast)
@@ -157,10 +157,11 @@ def test_the_plan_chooses() -> None:
 
 
 def test_placed_packed_or_packed_at_the_first_call() -> None:
-    """The option packs what is placed raw; what is placed packed stays so without it."""
-    for pack, option in ((False, True), (True, False)):
+    """The option packs what the first call places; what is placed packed stays so without it."""
+    for option in (True, False):
         model, twin = bf16_twins("qwen-image")
-        offload(model, min_bytes=EAGER["min_bytes"], pack=pack)
+        if not option:
+            offload(model, min_bytes=EAGER["min_bytes"], pack=True)
         run = torch.compile(model, backend="chunkflow", options={**EAGER, "pack": option})
         check(run, twin, "qwen-image", range(3))
         assert packed_of(model) and programs(model)[0].plan.moved_bytes
