@@ -170,7 +170,7 @@ class Arena:
         kept = self.keep(owner, outside.values(), advice)
         slots = {name: memory.narrow(0, w.offset or 0, w.nbytes) for name, w in inside.items()}
         values = {name: kept[buffer] for name, buffer in outside.items()}
-        values |= {name: as_weight(slot, buffers[name].host) for name, slot in slots.items()}
+        values |= {name: as_weight(slot, buffers[name].stored) for name, slot in slots.items()}
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].source for name in slots}
