@@ -258,8 +258,8 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
             state[prefix + name] = with_leaves(value, _host_copy)
         # quanto adds the tensors inside a weight, and those inside them
         for path, leaf in leaves(tensor, prefix + name):
-            if f"{path}.values_on_host" in state:
-                state.pop(f"{path}.values_on_host")
+            if f"{path}.raw_host" in state:
+                state.pop(f"{path}.raw_host")
                 state[path] = _host_copy(leaf)
         # bitsandbytes adds the tensors beside a weight
         for path, part in quant_state_tensors(tensor, prefix + name):

@@ -39,6 +39,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
@@ -272,7 +273,8 @@ class HostBuffer:
         with self._lock:
             backing = self._backing
             if not isinstance(backing, Packed) or backing.is_open_here:
-                return view.detach()
+                with unset_fake_temporarily():
+                    return view.detach()
         return _part(view, backing.read(self.name))
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:

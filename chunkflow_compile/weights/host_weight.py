@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -93,7 +94,7 @@ class HostWeight(torch.Tensor):
                 f"A view of {self.buffer.name} of shape {list(self.shape)} comes into compiled code, but the weight is "
                 "offloaded: pass a copy, view.clone(), or take the view from the weight inside forward."
             )
-        return [_PLACE if _is_for_us() else _VALUES], self.device
+        return ["host" if _is_for_us() else "raw_host"], self.device
 
     @staticmethod
     def __tensor_unflatten__(
@@ -150,12 +151,23 @@ class HostWeight(torch.Tensor):
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
         self.buffer.read(self.host.nbytes)
-        return self.values_on_host.to(self.device)
+        values = self.values_on_host
+        return values if self.device.type == "cpu" else values.to(self.device)
 
     @property
     def values_on_host(self) -> torch.Tensor:
-        """The values as an ordinary host tensor, to be read, see :meth:`HostBuffer.values`; the fake ones of a trace."""
-        return self.buffer.values(self.host) if type(self.host) is torch.Tensor else self.host
+        """The values as an ordinary host tensor, to be read, see :meth:`HostBuffer.values`."""
+        return self.buffer.values(self.host)
+
+    @property
+    def raw_host(self) -> torch.Tensor:
+        """The host memory, for the code of other compilers, which writes it past every op: a packed weight is raw from then on.
+
+        A trace does not touch it.
+        """
+        if self.buffer.is_packed and detect_fake_mode() is None:
+            self.buffer.unpack()
+        return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
@@ -311,8 +323,6 @@ def _is_for_us() -> bool:
     return getattr(backend, "__name__", "") == "chunkflow"
 
 
-# The tensor inside, in traces for us, which no program reads, and in those for others.
-_PLACE, _VALUES = "host", "values_on_host"
 # The buffer of a weight, its form, and the counts of which its ``writes`` is the sum: for what compares many weights in every
 # call.  AttributeError for a tensor that is in no store.
 state_of = attrgetter("buffer", "buffer.is_packed", "life.in_store", "buffer.written", "host._version", "_version")
