@@ -139,7 +139,9 @@ def test_a_packed_weight_has_the_bytes_of_its_form() -> None:
         after[name].nbytes + before[name].nbytes
     )
     assert packed(cut, ()) is raw and packed(cut, [name]).problem.digest == cut.problem.digest
-    with pytest.raises(ChunkflowError, match="stay on the device, and the values that a region unpacks, and the rest for"):
+    with pytest.raises(
+        ChunkflowError, match="stay on the device, and the values that a region unpacks, and the rest for"
+    ):
         plan_of(cut.problem, memory=40_000)
     program = rewrite(cut, plan_of(cut.problem, memory=50_000))
     assert verify(program).edges
