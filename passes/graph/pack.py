@@ -80,10 +80,9 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
         if node in chosen:
             value: torch.Tensor = node.meta["val"]
             copied.meta["val"] = value.new_empty(Layout.of(value.numel()).words, dtype=torch.int32)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in chosen:
         before = copies[node]
-        with graph.inserting_before(first):
+        with graph.inserting_before(next(iter(before.users))):  # as late as it can be: values take memory from here on
             value = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
         value.meta["val"] = node.meta["val"]
         before.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)

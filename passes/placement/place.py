@@ -170,10 +170,11 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
         finer = "cut finer regions with a smaller group_bytes"
         if floor == planner.kept_bytes:
             finer = "stream smaller weights with a smaller min_bytes"
+        values = " and the values that a region unpacks," if planner.problem.unpacked_bytes else ""
         raise ChunkflowError(
             f"memory={size(memory)} is too little: the program needs {size(floor)}, {size(planner.kept_bytes)} of them for "
-            "small and tied weights, which stay on the device, and the rest for the streamed weights that one region "
-            f"reads. Give memory={enough(floor)!r} or more, or {finer}."
+            f"small and tied weights, which stay on the device,{values} and the rest for the streamed weights that one "
+            f"region reads. Give memory={enough(floor)!r} or more, or {finer}."
         )
     return barely
 
