@@ -83,8 +83,8 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
     for node in chosen:
         before = copies[node]
         with graph.inserting_before(next(iter(before.users))):  # as late as it can be: values take memory from here on
-            value = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
-        value.meta["val"] = node.meta["val"]
-        before.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
+            values = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
+        values.meta["val"] = node.meta["val"]
+        before.replace_all_uses_with(values, delete_user_cb=lambda user: user.target is not UNPACK)
     graph.lint()
     return GraphModule(module, graph)

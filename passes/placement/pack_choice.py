@@ -64,7 +64,7 @@ def _candidates(cut: Cut) -> Iterator[frozenset[str]]:
 
 def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
     """The name of a weight -> its block's list, and its name in the block."""
-    positions = {}
+    positions = dict[str, tuple[str, str]]()
     for region in problem.regions:
         for name in region.weights:
             inside = bool(region.block) and name.startswith(f"{region.block}.")

@@ -177,3 +177,22 @@ def test_what_cannot_be_packed_is_refused() -> None:
     model = model.to(torch.bfloat16)
     with pytest.raises(ChunkflowError, match="resident"):
         chunkflow_compile.compile(model, min_bytes=4096, policy="resident", pack=True)
+
+
+def test_a_pipeline(quiet: None) -> None:
+    """Each component packs what it has in bfloat16; the outputs are those of a raw pipeline."""
+    pytest.importorskip("transformers")
+    import pipelines
+    from small_pipelines import small_pipeline
+
+    made = {}
+    for pack in (False, True):
+        pipe = small_pipeline("flux")
+        chunkflow_compile.apply(pipe, memory="2MiB", dtype=torch.bfloat16, pack=pack, **pipelines.EAGER)
+        made[pack] = [pipelines.FLUX.generate(pipe, seed) for seed in range(3)]
+        transformer = pipe.transformer
+        assert bool(packed_of(transformer)) == pack and cycles(transformer)[0].measurements[-1].moved_bytes
+        assert ("weights are packed" in str(explain(pipe))) == pack
+        chunkflow_compile.remove(pipe)
+        assert pipelines.is_plain(pipe)
+    assert all(torch.equal(a, b) for a, b in zip(made[False], made[True], strict=True))
