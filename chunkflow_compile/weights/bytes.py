@@ -65,6 +65,20 @@ def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
+def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """What ``view`` is of a contiguous tensor, of ``whole``, which has as many bytes in other memory."""
+    if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():
+        return whole
+    with torch.inference_mode(False), torch.no_grad():
+        part = torch.empty(0, dtype=view.dtype, device="cpu")
+        return part.set_(whole.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def uses(tensor: torch.Tensor) -> int:
+    """How many tensors, arrays and storages refer to the memory of a tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
     with _unprofiled():

@@ -45,12 +45,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes, in_one_memory
+from .bytes import alias, flat_bytes, in_one_memory, part_of, uses
 from .counts import Counts
-from .host_memory import empty_pages
 from .limits import Room, no_room
 from .mapping import close_pages
-from .packed import Packed, pack_into, packed_like
+from .packed import Packed
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
@@ -131,7 +130,6 @@ class HostBuffer:
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = threading.Lock()  # for what reads the form of the values, and what changes it
         self._uses = 0  # of the memory, by this and the weight
-        self._exported: tuple[int, int, weakref.ref[torch.Tensor]] | None = None  # the values of a packed weight
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
         self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
@@ -147,7 +145,7 @@ class HostBuffer:
         self._store, self._life = store, weakref.ref(life)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
-        self._uses = self._uses or _uses(host)
+        self._uses = self._uses or uses(host)
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
@@ -275,7 +273,7 @@ class HostBuffer:
             if not isinstance(backing, Packed) or backing.is_open_here:
                 with unset_fake_temporarily():
                     return view.detach()
-        return _part(view, backing.read(self.name))
+        return part_of(backing.read(self.name), view)
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:
         """The values of a view of the host tensor, in memory of their own.  Raises as :meth:`values`."""
@@ -286,27 +284,17 @@ class HostBuffer:
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values, for a state_dict: what writes it may go unnoticed, see :meth:`Store.mark_exported_dirty`.
 
-        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no memory for
-        that.
+        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no room for one.
         """
         self.check()
         backing = self._backing
-        if isinstance(backing, Packed) and not backing.is_open_here:
-            return _part(view, self._export(backing))
+        if isinstance(backing, Packed):
+            return part_of(backing.exported(self.name, self.version), view)
         exported = backing.view_to_write(view)
         if backing is not self._backing:  # another thread has written it
             return self.export_view(view)
         if self._store is not None and self.where is not Where.SHARED:
             self._store.exported.append((weakref.ref(exported), weakref.ref(self)))
-        return exported
-
-    def _export(self, backing: Packed) -> torch.Tensor:
-        """The values of a packed weight for state_dicts, the same ones as long as they are in use and nobody writes."""
-        version, writes, ref = self._exported or (None, 0, lambda: None)
-        exported = ref() if version == self.version else None
-        if exported is None or exported._version != writes:
-            version, exported = self.version, backing.export(self.name)
-            self._exported = version, exported._version, weakref.ref(exported)
         return exported
 
     def _quiet(self) -> AbstractContextManager[object]:
@@ -331,15 +319,15 @@ class HostBuffer:
             if leaves or not isinstance(backing, Packed) or backing.is_open:
                 yield
                 return
-            backing.open(self.name)
             try:
-                yield
+                with backing.opened(self.name):
+                    yield
             finally:
-                try:
-                    backing.close()
-                finally:
-                    if backing.is_open:
-                        self._stay_raw()
+                if backing.is_open:  # it does not fit, or was interrupted
+                    self._become_raw()
+                    if self._store is not None:
+                        self._store.warn_of_raw(self)
+                        self._store.end_programs()
 
     def pack(self) -> bool:
         """Pack the values, in place of their memory: views stay views.  Returns whether they are packed now.
@@ -351,27 +339,18 @@ class HostBuffer:
             return self.is_packed
         with self._quiet():
             self.sync_copies()
-            raw, packed = self._backing, self._pack()
-            if packed is None:
-                self.packable = False
-                return False
-            self.unpin()
-            self._back(packed)
-            if self._used():  # since then, by an op of another thread
-                self._back(raw)
-                self.packable = False
-                return False
-            close_pages(self.host)
-        return True
-
-    def _pack(self) -> Packed | None:
-        """The packed values, beside those of the host tensor."""
-        like = packed_like(self.host)
-        if self.where is not Where.OWN or self.fill is not None or self._used() or no_room(like.nbytes) is not None:
-            return None
-        with torch.inference_mode(False):
-            out = empty_pages(like)
-        return Packed(self.host, Backing(out)) if pack_into(out, self.host) else None
+            raw = self._backing
+            self.packable = self.fill is None and not self._used and raw.where is Where.OWN
+            packed = Packed.of(self.host) if self.packable else None
+            if packed is not None:
+                self.unpin()
+                self._back(packed)
+                if self._used:  # since then, by an op of another thread
+                    self._back(raw)
+                else:
+                    close_pages(self.host)
+            self.packable = self.is_packed
+        return self.is_packed
 
     def unpack(self, leaves: bool = False) -> None:
         """Let the weight be raw from now on, at the same address.  Holds up programs as :meth:`write`.
@@ -384,31 +363,28 @@ class HostBuffer:
             if isinstance(backing, Packed):
                 self.check()
                 backing.open(self.name)
-                self._back(Backing(self.host))
-                self.unpin()
+                self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
             self.packable = False
 
-    def _stay_raw(self) -> None:
-        """What was written to a packed weight does not fit, or was interrupted: its pages stay open."""
+    def _become_raw(self) -> None:
+        """The pages of a packed weight stay open."""
         self._back(Backing(self.host))
         self.unpin()
         self.packable = False
-        if self._store is not None:
-            self._store.warn_of_raw(self)
-            self._store.end_programs()
 
     def _back(self, backing: Backing) -> None:
         """Have the bytes there from now on."""
         with self._lock:
             if self.is_packed != (backing.packed is not None):
-                self.is_packed, self._resident, self._exported = not self.is_packed, None, None
+                self.is_packed, self._resident = not self.is_packed, None
             self._backing = backing
 
+    @property
     def _used(self) -> bool:
         """Whether a view, or an op of another thread, has the memory, which must not lose its pages then."""
-        return _uses(self.host) > self._uses
+        return uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""
@@ -495,20 +471,6 @@ def buffer_of(tensor: object) -> HostBuffer | None:
     """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
     buffer = getattr(tensor, "__dict__", {}).get("buffer")
     return buffer if isinstance(buffer, HostBuffer) and buffer.is_of(tensor) else None
-
-
-def _part(view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What a view of the host tensor is, of other memory with the values of the whole."""
-    if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():
-        return whole
-    with torch.inference_mode(False), torch.no_grad():
-        part = torch.empty(0, dtype=view.dtype, device="cpu")
-        return part.set_(whole.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
-
-def _uses(host: torch.Tensor) -> int:
-    """The tensors and storages that refer to the memory of a tensor."""
-    return int(torch._C._storage_Use_Count(host.untyped_storage()._cdata))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

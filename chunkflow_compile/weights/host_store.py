@@ -29,7 +29,6 @@ from .node import Node
 from .progress import moving
 from .staging import GpuStagings
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -41,8 +40,8 @@ def _nothing() -> None:
 class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
-    ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends them; the next call of each
-    starts it again.  ``pins``: whether to pin host memory; False after pinning failed once.
+    ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends them, until their next
+    calls.  ``pins``: whether to pin host memory; False after pinning failed once.
     ``counts``: of its programs.  ``exported``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.
@@ -257,8 +256,8 @@ class HostStore:
         if not self._warned_of_raw:
             self._warned_of_raw = True
             _log.warning(
-                "%s was written, and its values no longer fit into its packed form: it is raw from now on, and takes %s of host "
-                "memory, and the programs of %s are compiled again. Others that this happens to are not named",
+                "%s was written, and its values no longer fit into its packed form: it is raw from now on, and takes %s of "
+                "host memory, and the programs of %s are compiled again. Others that this happens to are not named",
                 buffer.name,
                 size(buffer.nbytes),
                 type(self.root).__name__,

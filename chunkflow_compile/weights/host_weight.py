@@ -161,10 +161,8 @@ class HostWeight(torch.Tensor):
 
     @property
     def raw_host(self) -> torch.Tensor:
-        """The host memory, for the code of other compilers, which writes it past every op: a packed weight is raw from then on.
-
-        A trace does not touch it.
-        """
+        """The host memory, for the code of other compilers, which may write it past every op: a packed weight is raw from
+        then on.  A trace does not touch it."""
         if self.buffer.is_packed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host

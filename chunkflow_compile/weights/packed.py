@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -49,6 +50,17 @@ class Packed(Backing):
         self.packed, self.bytes, self.scratch = inner.host, inner.bytes, inner.scratch
         self._inner = inner
         self._writer: int | None = None  # the thread that has opened it
+        self._exported: tuple[int, int, weakref.ref[torch.Tensor]] | None = None
+
+    @staticmethod
+    def of(host: torch.Tensor) -> Packed | None:
+        """The values of a host tensor, packed in memory beside it; None if too many escape, or there is no room."""
+        like = packed_like(host)
+        if no_room(like.nbytes) is not None:
+            return None
+        with _plainly():
+            packed = empty_pages(like)
+        return Packed(host, Backing(packed)) if pack_into(packed, host) else None
 
     @property
     def where(self) -> Where:
@@ -73,16 +85,35 @@ class Packed(Backing):
         """The values, in new host memory.  Raises ChunkflowError if there is no room."""
         return unpacked(name, self.packed, self.host)
 
-    def export(self, name: str) -> torch.Tensor:
-        """The values in a mapping of a scratch file, or in host memory where there is no drive.
+    def exported(self, name: str, version: int) -> torch.Tensor:
+        """The values in a mapping of a scratch file, or in host memory where there is no drive; the same ones as long as they
+        are in use, nobody has written them, and ``version`` is that of the weight.
 
         Raises ChunkflowError if there is no room there either.
         """
-        values = self.read(name)
-        with contextlib.suppress(ChunkflowError), _plainly():  # no room in the folder for temporary files
-            # without a name, and its descriptor is closed at once: it lasts as long as the mapping
-            return Scratch.made(values.nbytes).keep(values).host
-        return values
+        before, writes, ref = self._exported or (None, 0, None)
+        exported = ref() if ref is not None and before == version else None
+        if exported is None or exported._version != writes:
+            exported = self.read(name)
+            with contextlib.suppress(ChunkflowError), _plainly():  # no room in the folder for temporary files
+                # without a name, and its descriptor is closed at once: it lasts as long as the mapping
+                exported = Scratch.made(exported.nbytes).keep(exported).host
+            self._exported = version, exported._version, weakref.ref(exported)
+        return exported
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[None]:
+        """The pages are open, and what is written to them is packed; if it does not fit, they stay open.
+
+        Raises ChunkflowError if there is no room.
+        """
+        self.open(name)
+        try:
+            yield
+        finally:
+            if pack_into(self.packed, self.host):
+                self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
+                close_pages(self.host)
 
     def open(self, name: str) -> None:
         """Give the values memory again, for a write or from now on.  Raises ChunkflowError if there is no room."""
@@ -101,13 +132,6 @@ class Packed(Backing):
         finally:
             if not self.is_open:
                 close_pages(self.host)
-
-    def close(self) -> bool:
-        """Pack what was written.  Returns False if it does not fit; then it stays open."""
-        if pack_into(self.packed, self.host):
-            self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
-            close_pages(self.host)
-        return not self.is_open
 
 
 def can_pack(dtype: torch.dtype, weight: torch.Tensor) -> bool:
@@ -182,6 +206,6 @@ def _plainly() -> Iterator[None]:
 
 def _no_memory(name: str, values: torch.Tensor, cause: str) -> str:
     return (
-        f"{name} is packed, and its values ({size(values.nbytes)}) find no room in host memory: {cause}. Free host memory, or "
-        "place the model with pack=False."
+        f"{name} is packed, and its values ({size(values.nbytes)}) find no room in host memory: {cause}. Free host memory, "
+        "or place the model with pack=False."
     )

@@ -28,7 +28,7 @@ from .drive import Scratch
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
 from .node import Node
-from .packed import packed_like
+from .packed import fits, packed_like, unpacked
 from .source import DriveBytes
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,466 @@
+"""Packed weights: tensors like any other, whose bytes are three quarters; beside each model stands a plain twin."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Tabled, in_memory, load_stack, stack
+from safetensors.torch import load_file, save_file
+from test_drive import LEAST, buffers, full, same
+from test_host_weight import ON_MODELS, READS, WRITES
+from test_host_weight import same as alike
+from test_killed_ranks import without_name
+from test_shared_weights import said_here
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile.catalog.small import Size, small_model
+from chunkflow_compile.passes.packing import Layout
+from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.weights import drive, loader
+from chunkflow_compile.weights.backing import Where
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_weight import HostWeight, state_of
+from chunkflow_compile.weights.mapping import PAGE, whole_pages
+
+BF16 = torch.bfloat16
+NAME, OTHER = "blocks.0.up.weight", "blocks.1.down.weight"
+# Ops that take no bfloat16, or whose other operand is of another dtype.
+OF_FLOAT32 = ("numpy", "addmm_", "eager", "average")
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def plain() -> nn.Module:
+    return stack(layers=2).to(BF16).requires_grad_(False)
+
+
+def pair(pack: Any = True) -> tuple[nn.Module, nn.Module]:
+    return offload(plain(), min_bytes=LEAST, pack=pack), plain()
+
+
+def heavy(weight: torch.Tensor) -> torch.Tensor:
+    """Values of which far too many escape."""
+    return torch.exp(20 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))).to(weight.dtype)
+
+
+def held(memory: torch.Tensor) -> int:
+    """Bytes of the pages of a tensor that have memory."""
+    first, count = memory.data_ptr() // PAGE, whole_pages(memory.nbytes) // PAGE
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = torch.frombuffer(bytearray(os.pread(pagemap.fileno(), 8 * count, 8 * first)), dtype=torch.int64)
+    return PAGE * int((entries < 0).sum())  # the highest bit: present
+
+
+def packed(model: nn.Module) -> set[str]:
+    return {name for name, buffer in buffers(model).items() if buffer.is_packed}
+
+
+def test_it_is_placed_read_and_restored_as_any_other() -> None:
+    model, twin = pair()
+    found = buffers(model)
+    assert packed(model) == {n for n, p in twin.named_parameters() if p.nbytes >= LEAST} == {*found} != set()
+    for name, buffer in found.items():
+        weight, plain = model.get_parameter(name), twin.get_parameter(name)
+        assert (weight.shape, weight.dtype, weight.stride()) == (plain.shape, plain.dtype, plain.stride())
+        assert buffer.nbytes == buffer.stored.nbytes == Layout.of(plain.numel()).nbytes < 0.8 * plain.nbytes
+        assert buffer.source.numel() == buffer.nbytes and held(buffer.host) == 0 < held(buffer.stored)
+    for what, read in READS.items():
+        if what not in OF_FLOAT32:
+            for name in found:
+                assert alike(read(model.get_parameter(name)), read(twin.get_parameter(name))), what
+    view = model.get_parameter(NAME).t()[3:]
+    assert packed(model) == {*found}
+    restore(model)
+    assert same(model, twin) and not any(isinstance(p, HostWeight) for p in model.parameters())
+    assert torch.equal(view, twin.get_parameter(NAME).t()[3:])
+
+
+def test_it_is_written_as_any_other() -> None:
+    """Each time three times in a row, and what a view from before sees."""
+    still, raw = 0, 0
+    for what, write in {**WRITES, "much that escapes": lambda w: w.copy_(heavy(w))}.items():
+        if what in OF_FLOAT32:
+            continue
+        model, twin = pair()
+        before = buffers(model)[NAME]
+        views = [m.get_parameter(NAME)[1:] for m in (model, twin)]
+        for step in range(3):
+            for m in (model, twin):
+                torch.manual_seed(step)
+                write(m.get_parameter(NAME))
+            assert same(model, twin), what
+            assert torch.equal(*views), what
+        if before.is_packed:
+            assert held(before.host) == 0, what
+        still, raw = still + before.is_packed, raw + (not before.is_packed and before.life is not None)
+        restore(model)
+        assert same(model, twin), what
+    assert still > 20 and raw > 0
+    for what, work in ON_MODELS.items():
+        if what not in (*OF_FLOAT32, "write through the state"):
+            model, twin = pair()
+            for m in (model, twin):
+                torch.manual_seed(1)
+                work(m)
+            assert same(model, twin), what
+
+
+def test_what_does_not_fit_is_raw_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = pair()
+    placement: Any = placement_of(model)
+    ended: list[int] = []
+    placement.store.end_programs = lambda: ended.append(1)
+    buffer, weight = buffers(model)[NAME], model.get_parameter(NAME)
+    view, address, state = weight[1:], buffer.host.data_ptr(), state_of(weight)
+    for m in (model, twin):
+        m.get_parameter(NAME)[:4].copy_(heavy(m.get_parameter(NAME)[:4]))
+    assert not buffer.is_packed and not buffer.packable and buffer.packed is None and ended == [1]
+    assert state_of(weight)[:2] != state[:2] and buffer.host.data_ptr() == address and buffer.where is Where.OWN
+    assert buffer.source.numel() == buffer.nbytes == weight.nbytes and not buffer.pack()
+    for name in (NAME, OTHER):
+        for m in (model, twin):
+            m.get_parameter(name).copy_(heavy(m.get_parameter(name)))
+    assert torch.equal(view, twin.get_parameter(NAME)[1:]) and same(model, twin) and ended == [1, 1]
+    (said,) = [text for text in caplog.messages if "packed" in text]
+    assert said.startswith(
+        f"{NAME} was written, and its values no longer fit into its packed form: it is raw from now on"
+    )
+    restore(model)
+    assert same(model, twin)
+
+
+def test_an_op_that_fails_leaves_it_readable() -> None:
+    model, twin = pair()
+    buffer, weight = buffers(model)[NAME], model.get_parameter(NAME)
+    with pytest.raises(RuntimeError):
+        weight.add_(torch.ones(3, 3, 3))
+    with pytest.raises(RuntimeError):
+        torch._foreach_add_(
+            [weight, weight[0], torch.zeros(2)], [torch.zeros_like(weight), torch.zeros(9), torch.zeros(2)]
+        )
+    assert same(model, twin) and buffer.is_packed
+    with pytest.raises(KeyError), buffer.write():
+        buffer.host[0] = 1
+        assert torch.equal(weight[0], torch.ones_like(weight[0])), "as it is written"
+        raise KeyError
+    twin.get_parameter(NAME)[0] = 1
+    assert same(model, twin) and buffer.is_packed and held(buffer.host) == 0
+
+
+def test_without_memory_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = pair()
+    weight = model.get_parameter(NAME)
+    needs: dict[str, Callable[[], Any]] = {
+        "read": lambda: weight.sum(),
+        "write": lambda: weight.zero_(),
+        "copy": lambda: copy.deepcopy(weight),
+        "state": lambda: model.state_dict(),
+        "restore": lambda: restore(model),
+    }
+    with full():
+        for what, work in needs.items():
+            with pytest.raises(
+                ChunkflowError, match=r"weight is packed, and its values \(4.0 KiB\) find no room in host"
+            ):
+                work()
+            assert weight[1:].shape == (63, 32), what
+    assert same(model, twin) and packed(model)
+    restore(model)
+    assert same(model, twin)
+
+
+def test_it_is_packed_and_unpacked_in_its_place() -> None:
+    model, twin = pair("auto")
+    found = buffers(model)
+    assert not packed(model) and all(buffer.packable for buffer in found.values()) and found
+    buffer, weight = found[NAME], model.get_parameter(NAME)
+    state, address = state_of(weight), buffer.host.data_ptr()
+    assert buffer.pack() and buffer.pack() and held(buffer.host) == 0 < held(buffer.stored)
+    assert state_of(weight) != state and buffer.version == sum(state[3:]), "another form of the same values"
+    assert same(model, twin)
+    view = weight[2:]
+    buffer.unpack()
+    assert not buffer.is_packed and not buffer.packable and not buffer.pack() and state_of(weight) == state
+    assert buffer.host.data_ptr() == address and torch.equal(view, twin.get_parameter(NAME)[2:]) and same(model, twin)
+    # memory that somebody else has cannot lose its pages
+    kept = [model.get_parameter(OTHER)[1:], model.state_dict(), model.get_parameter("blocks.1.up.weight").tolist()]
+    assert not found[OTHER].pack() and not found["blocks.0.down.weight"].pack() and kept
+    assert same(model, twin)
+    for m in (model, twin):
+        m.get_parameter(OTHER).mul_(2)
+    assert torch.equal(kept[0], twin.get_parameter(OTHER)[1:])
+
+
+def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, twin), before = pair(), without_name()
+    state = model.state_dict()
+    assert without_name() - before == len(packed(model)) > 0
+    assert all(type(v) is torch.Tensor and torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+    again = model.state_dict()
+    assert without_name() - before == len(packed(model)), "as long as it is in use"
+    for m in (model, twin):
+        m.get_parameter(NAME).add_(1)
+    again[OTHER].zero_()
+    assert torch.equal(model.state_dict()[NAME], twin.state_dict()[NAME]) and same(model, twin)
+    assert torch.equal(model.state_dict()[OTHER], twin.state_dict()[OTHER])
+    torch.save(model.state_dict(), tmp_path / "state")
+    save_file(model.state_dict(), tmp_path / "file")
+    for saved in (torch.load(tmp_path / "state"), load_file(tmp_path / "file")):
+        assert all(torch.equal(v, twin.state_dict()[n]) for n, v in saved.items())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    model.load_state_dict(model.state_dict())
+    assert packed(model) == {*buffers(model)}
+    for other in (model, *copies):
+        assert same(other, twin)
+    del state, again, file, copies, other
+    gc.collect()
+    assert without_name() == before
+    monkeypatch.setattr(drive, "_file_system", lambda folder: "tmpfs")
+    state = model.state_dict()
+    assert without_name() == before and all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+
+
+def test_code_of_another_compiler_writes_it() -> None:
+    """Past every op: it is raw from then on.  A trace with fake tensors does not change it."""
+    model, twin = pair()
+    before = packed(model)
+    write = torch.compile(lambda w: w[1:3].mul_(2), backend="aot_eager")
+    for m in (model, twin):
+        write(m.get_parameter(NAME).detach())
+        assert m.get_parameter(NAME).sum() != 0
+    assert same(model, twin) and packed(model) == before - {NAME}
+    read = torch.compile(lambda w: w.sum() * 2, backend="aot_eager")
+    assert torch.equal(*(read(m.get_parameter(OTHER)) for m in (model, twin)))
+
+
+def test_threads_read_while_it_is_written() -> None:
+    model, twin = pair()
+    weight, values = model.get_parameter(NAME), twin.get_parameter(NAME)
+    sums = {float((values * factor).sum()) for factor in (1, 2)}
+    seen: list[float] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                seen.append(float(weight.sum()))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while len(seen) < 20:
+        weight.copy_(values * 2)
+        weight.copy_(values)
+    stop.set()
+    thread.join()
+    assert len(seen) >= 20 and {*seen} & sums
+    assert same(model, twin)
+
+
+# What cannot be packed: a model, what the call is given, and the sentence.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "float32": (
+        lambda: stack(),
+        {},
+        "Stack has none: its weights are float32. Load the model in bfloat16, or pass dtype=",
+    ),
+    "float16": (lambda: stack().half(), {}, "has none: its weights are float16"),
+    "cast": (plain, {"dtype": torch.float32}, "has none: its weights are float32"),
+    "small": (plain, {"min_bytes": 1 << 30}, "has none: it has no large weights"),
+    "a word": (plain, {"pack": "all"}, "pack is True, False or \"auto\", not 'all'"),
+    "a number": (plain, {"pack": 2}, 'pack is True, False or "auto", not 2'),
+    "placed": (lambda: offload(plain(), min_bytes=LEAST), {}, "are offloaded already"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_be_packed(what: str) -> None:
+    make, given, said = REFUSED[what]
+    model = make()
+    before = placement_of(model)
+    with pytest.raises(ChunkflowError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        offload(model, **{"min_bytes": LEAST, "pack": True, **given})
+    assert placement_of(model) is before and torch.equal(next(model.parameters()), next(make().parameters()))
+
+
+def test_what_stays_raw_in_a_model_that_is_packed() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Module()
+        for name, values in {
+            "packed": torch.randn(64, 64, dtype=BF16),
+            "float32": torch.randn(64, 64),
+            "float16": torch.randn(64, 64).half(),
+            "int8": torch.randint(-9, 9, (64, 64), dtype=torch.int8),
+            "strided": torch.randn(64, 64, dtype=BF16).t(),
+            "tied": torch.randn(64, 64, dtype=BF16),
+            "escapes": heavy(torch.empty(64, 64, dtype=BF16)),
+        }.items():
+            model.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        model.register_parameter("other", model.tied)
+        return model
+
+    model, twin = make(), make()
+    offload(model, min_bytes=LEAST, pack=True)
+    assert packed(model) == {"packed"} and len(buffers(model)) == 7
+    assert not any(buffer.packable for name, buffer in buffers(model).items() if name != "packed")
+    assert same(model, twin)
+    restore(model)
+    assert same(model, twin)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A checkpoint in bfloat16."""
+    torch.manual_seed(0)
+    save_file(Tabled().to(BF16).state_dict(), tmp_path / "model.safetensors")
+    return str(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of memory in all pages of a move, each time that a weight has been packed."""
+    plain, pack, found, counted = (
+        loader.empty_pages,
+        loader.pack_into,
+        list[weakref.ref[torch.UntypedStorage]](),
+        list[int](),
+    )
+
+    def empty(like: torch.Tensor) -> torch.Tensor:
+        made = plain(like)
+        found.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    def packs(*args: Any) -> bool:
+        fits = pack(*args)
+        live = [torch.empty(0, dtype=torch.uint8).set_(storage) for ref in found if (storage := ref()) is not None]
+        counted.append(sum(map(held, live)))
+        return fits
+
+    monkeypatch.setattr(loader, "empty_pages", empty)
+    monkeypatch.setattr(loader, "pack_into", packs)
+    yield counted
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_packing_takes_one_weight_more_than_it_leaves(tmp_path: Path, cast: bool, pages: list[int]) -> None:
+    torch.manual_seed(0)
+    state = {f"{i}.weight": torch.randn(256, 256).to(torch.float32 if cast else BF16) for i in range(40)}
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in state)).requires_grad_(False)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    offload(model, min_bytes=LEAST, pack=True, dtype=BF16 if cast else None)
+    raw = sum(p.nbytes for p in model.parameters())
+    assert len(packed(model)) == len(pages) == 40 and max(pages) <= 0.82 * raw
+    placed = buffers(model).values()
+    assert all(held(b.host) == 0 and held(b.stored) == whole_pages(b.nbytes) for b in placed)
+    assert sum(b.nbytes for b in placed) <= 0.76 * raw
+    assert all(torch.equal(p, state[n].to(BF16)) for n, p in model.named_parameters())
+
+
+def test_the_drive_has_packed_bytes(saved: str) -> None:
+    """Also of weights that lie in their checkpoint; what is written goes to host memory, packed."""
+    model, twin = load_stack(saved), in_memory(load_stack(saved))
+    offload(model, min_bytes=LEAST, pack=True, host_memory=0)
+    found = buffers(model)
+    assert packed(model) == {*found} and all(b.scratch and b.where is Where.FILE for b in found.values())
+    file = next(iter(found.values())).drive.file
+    placed = next(iter(found.values())).store.buffers
+    assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(b.nbytes) for b in placed)
+    assert all(
+        torch.equal(b.drive.read_all(), b.stored.view(torch.uint8)) and held(b.host) == 0 for b in found.values()
+    )
+    for m in (model, twin):
+        m.get_parameter(NAME).mul_(1.5)
+        m.get_parameter(OTHER).copy_(heavy(m.get_parameter(OTHER)))
+    assert found[NAME].is_packed and found[NAME].where is found[OTHER].where is Where.OWN and not found[OTHER].is_packed
+    assert same(model, twin)
+    restore(model)
+    assert same(model, twin)
+    model = load_stack(saved)
+    whole = sum(Layout.of(t.numel()).nbytes for t in (*twin.parameters(), *twin.buffers()) if t.nbytes >= LEAST)
+    offload(model, min_bytes=LEAST, pack=True, host_memory=whole // 2)
+    store = next(iter(buffers(model).values())).store
+    assert 0 < store.held_bytes <= whole // 2 and packed(model) == {*buffers(model)}
+
+
+def test_a_checkpoint_that_changes_while_it_is_packed(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pack = load_stack(saved), loader.pack_into
+
+    def packs(*args: Any) -> bool:
+        os.utime(saved, ns=(1, 1))
+        return pack(*args)
+
+    monkeypatch.setattr(loader, "pack_into", packs)
+    with pytest.raises(ChunkflowError, match="was changed while its weights were read"):
+        offload(model, min_bytes=LEAST, pack=True)
+    assert placement_of(model) is None and same(model, load_stack(saved))
+
+
+def on_two_ranks(rank: int, file: str, host_memory: int | None) -> None:
+    """One packed copy; each rank has its own of what it writes, of what differs, and of what does not fit."""
+    model, twin = load_stack(file), in_memory(load_stack(file))
+    escapes = "blocks.2.up.weight"
+    for m in (model, twin):
+        m.get_parameter(escapes).copy_(heavy(m.get_parameter(escapes)))
+        if rank == 1:
+            m.get_parameter(OTHER)[-1, -1] += 1
+    records, place = said_here(), Where.SHARED if host_memory is None else Where.FILE
+    offload(model, min_bytes=LEAST, share=True, pack=True, host_memory=host_memory)
+    found = buffers(model)
+    assert packed(model) == {*found} - {escapes} and same(model, twin)
+    assert [r for r in records if "other values" in r] == [
+        f"rank 1 has other values than rank 0 in {OTHER}, and keeps its own copy of them"
+    ]
+    own = {n for n, b in found.items() if b.where is not place}
+    if host_memory is None:
+        assert own == ({escapes, OTHER} if rank else {escapes})
+    else:
+        assert all(b.scratch and b.drive.nbytes == b.nbytes for b in found.values())
+    dist.barrier()
+    if rank == 0:
+        for m in (model, twin):
+            m.get_parameter(NAME)[1:].mul_(1.5)
+            m.get_parameter("blocks.3.up.weight").copy_(heavy(m.get_parameter("blocks.3.up.weight")))
+        assert found[NAME].is_packed and found[NAME].where is Where.OWN
+    dist.barrier()
+    assert same(model, twin)
+    state = model.state_dict()
+    assert all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+    dist.barrier()
+    restore(model)
+    assert same(model, twin)
+
+
+@pytest.mark.parametrize("host_memory", [None, 0])
+def test_ranks_share_one_packed_copy(on_ranks: Callable[..., None], saved: str, host_memory: int | None) -> None:
+    on_ranks(on_two_ranks, saved, host_memory)
+
+
+def test_a_small_model_is_saved_as_it_was(tmp_path: Path) -> None:
+    model, twin = (small_model("wan", Size()).to(BF16) for _ in range(2))
+    offload(model, min_bytes=LEAST, pack=True)
+    assert packed(model)
+    model.save_pretrained(tmp_path)
+    found = load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == twin.state_dict().keys() and all(
+        torch.equal(found[n], v) for n, v in twin.state_dict().items()
+    )
+    assert isinstance(buffer_of(next(p for p in model.parameters() if isinstance(p, HostWeight))), HostBuffer)
