@@ -84,6 +84,13 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
+# What "auto" says where it cannot choose.
+_NO_GOAL = (
+    "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
+    "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
+)
+
+
 class CompilationError(ChunkflowError, BackendCompilerFailed):
     """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend."""
 
@@ -136,7 +143,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
-        move_weights(index, compiler.device, min_bytes, missing)
+        move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
     return compiled
 
 
@@ -238,6 +245,9 @@ class _Compiler:
         traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
+        budget = self.settings.memory if repeats is None else repeats.memory
+        if self.settings.pack == "auto" and budget is None:
+            others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
@@ -265,7 +275,7 @@ class _Compiler:
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
-        place = partial(start_program, self.device, self.min_bytes, code.kind, seen)
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
         codes = Codes(code, traced, Goal.of(chosen.settings(), code.packed))
         moved = HostConstants(self.device, tables)
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)

@@ -201,9 +201,8 @@ def _add(
         with moving(f"placing {', '.join(models)}", total, _expected(models, budget.device, share, room)) as moved:
             for name, model in models.items():
                 part = None if room is None else room * _weight_bytes(model) // total
-                offload(
-                    model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part
-                )
+                placing = {"dtype": cast[name], "share": share, "host_memory": part, "pack": chosen.pack}
+                offload(model, budget.device, min_bytes=chosen.min_bytes, **placing)
                 placed.append(model)
                 phase = Phase(name, model, arenas[name])
                 phase.enabled = model in enabled

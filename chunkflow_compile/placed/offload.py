@@ -15,7 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
-from chunkflow_compile.placed.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
+from chunkflow_compile.placed.placement import (
+    PLACEMENT,
+    Pack,
+    Placement,
+    bytes_of,
+    packable,
+    placement_of,
+    placements_of,
+    unwrap,
+)
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes, whole_number
@@ -28,6 +37,7 @@ from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_lea
 from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence
+from chunkflow_compile.weights.packed import packed_like
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
@@ -44,6 +54,7 @@ def offload(
     dtype: torch.dtype | None = None,
     share: Any = None,
     host_memory: int | str | None = None,
+    pack: Pack = False,
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
@@ -61,6 +72,10 @@ def offload(
 
     ``host_memory``: most bytes of host memory for the weights, as bytes or "24GiB".  The others stay on the drive, in the
     checkpoint or in a scratch file in the folder for temporary files, and are read from there in every step.
+
+    ``pack``: True packs all weights of bfloat16 that can be, without loss, to three quarters of their bytes, in host memory, on
+    the drive and on the way to the device.  One with too many values outside of sixteen exponents in a row stays as it is.
+    "auto" lets plans choose.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
     device, is under a hook of accelerate or diffusers that moves its weights one by one, or lies in a checkpoint that cannot
     be read; weights that were cast before an error may stay cast.
@@ -77,10 +92,12 @@ def offload(
         _refuse_to_cast_shards(root, dtype_of)
         large = large_weights([root], index, min_bytes)
         weights = [(index.names[id(weight)], weight) for weight in large if id(weight) not in index.filled]
+        packs = _packed_names(root, weights, dtype_of, pack)
         filled = [(index.names[id(weight)], weight) for weight in large if id(weight) in index.filled]
         bound, on_drive = None, frozenset[str]()
         if host_memory is not None:
-            sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
+            whole = [(names[0], p, dtype_of(names[0], p)) for names, p in weights]
+            sizes = [(n, packed_like(p).nbytes if n in packs else p.numel() * d.itemsize) for n, p, d in whole]
             bound = parse_bytes(host_memory, "host_memory")
             filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
@@ -91,7 +108,7 @@ def offload(
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:
         placement = Placement.on(root, target, min_bytes)
-        placement.store.bound = bound
+        placement.store.bound, placement.pack = bound, pack
         with compile_lock:
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
@@ -104,6 +121,23 @@ def offload(
         placement.undo()
         raise
     return model
+
+
+def _packed_names(
+    root: nn.Module, weights: list[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf, pack: Pack
+) -> frozenset[str]:
+    """The names of the weights that are packed when they are placed.  Raises ChunkflowError if there is none to pack."""
+    if not isinstance(pack, bool) and pack != "auto":
+        raise ChunkflowError(f'pack is True, False or "auto", not {pack!r}.')
+    names = packable(root, weights, dtype_of) if pack is True else frozenset[str]()
+    if pack is True and not names:
+        kinds = sorted({str(dtype_of(names[0], p)).removeprefix("torch.") for names, p in weights})
+        are = f"its weights are {', '.join(kinds)}" if kinds else "it has no large weights"
+        raise ChunkflowError(
+            f"pack=True packs contiguous weights of bfloat16, each of one name, and {type(root).__name__} has none: {are}. "
+            "Load the model in bfloat16, or pass dtype=torch.bfloat16; or leave out pack."
+        )
+    return names
 
 
 def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -29,9 +29,10 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves_of
+from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.node import Node
+from chunkflow_compile.weights.packed import can_pack
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ _log = logging.getLogger(__name__)
 # Attribute of a placed model: its Placement.
 PLACEMENT = "_chunkflow_placement"
 
+# Whether weights are packed: none, all that can be, or those that the plan chooses.
+Pack = bool | Literal["auto"]
+
 
 class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
@@ -51,13 +55,15 @@ class Placement:
     compiled for each size, because Inductor fails on symbols.  ``goal``: what its owner or replan has set, as fields of
     the settings, also for sizes that come later.  ``owned_arena``: the one that its owner has for its programs, if any.
     ``room``: bytes of its weights that its owner expects to have on the device, None if it has none.
+    ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
         self.root = root
         self.min_bytes = min_bytes
-        self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)))
-        self.guards = Guards(root, self.store, partial(_call_if_alive, weakref.WeakMethod(self.free)))
+        free = partial(_call_if_alive, weakref.WeakMethod(self.free))
+        self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)), free)
+        self.guards = Guards(root, self.store, free)
         self.programs: list[Solo] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
@@ -68,6 +74,7 @@ class Placement:
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
         self.room: int | None = None
+        self.pack: Pack = False
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
@@ -135,9 +142,20 @@ class Placement:
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
             loader: WeightLoader | None = None
             pages = device.type == "cuda" or bool(on_drive)
+            chosen = packable(self.root, todo, dtype_of) if self.pack else frozenset()
+            packs = chosen if self.pack is True else ()
             try:
-                shards = {} if node is None else shards_of(self.root)
-                loader = WeightLoader(device, plain, dtype_of, pages=pages, node=node, on_drive=on_drive, shards=shards)
+                loader = WeightLoader(
+                    device,
+                    plain,
+                    dtype_of,
+                    pages=pages,
+                    node=node,
+                    on_drive=on_drive,
+                    packs=packs,
+                    packable=chosen.difference(packs, on_drive),
+                    shards={} if node is None else shards_of(self.root),
+                )
                 work, expected = sum(loader.work(names[0]) for names, _ in todo), ReadTime.here(loader.reads).text
                 with moving(f"moving {type(self.root).__name__} to the host", work, expected) as moved:
                     for names, tensor in todo:
@@ -160,8 +178,10 @@ class Placement:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
             if todo:
                 give_free_memory_back()
-                how = "came after the model was placed, and such weights do not go to the drive"
-                self.store.warn_over_bound(todo[-1][0][0], how)
+                name, how = todo[-1][0][0], "came after the model was placed, and such weights do not go to the drive"
+                if raw := [b.name for b in self.store.buffers if b.name in packs and not b.is_packed]:
+                    name, how = raw[0], "has values that cannot be packed"
+                self.store.warn_over_bound(name, how)
 
     def _let_fill(self) -> None:
         """Let each buffer that a module fills know how."""
@@ -214,6 +234,23 @@ class Placement:
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
         """Copy as None: the copy of a model is not placed until its first compiled call."""
         return type(None), ()
+
+
+def packable(
+    root: nn.Module, weights: Iterable[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf
+) -> frozenset[str]:
+    """The names of the weights that can be packed, if few of their values escape: contiguous ones of bfloat16, each a tensor
+    of its own under one name, that no module fills."""
+    own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
+    return frozenset(
+        names[0]
+        for names, weight in weights
+        if len(names) == 1
+        and id(weight) in own
+        and id(weight) not in filled
+        and type(weight) in (torch.Tensor, nn.Parameter)
+        and can_pack(dtype_of(names[0], weight), weight)
+    )
 
 
 def placement_of(root: nn.Module) -> Placement | None:

@@ -149,8 +149,8 @@ class Call:
                 states = list(map(state_of, self._offloaded(weights)))
             if states != self._states:
                 # other numbers: it was written, so copies of it on the device are out of date
-                if any(new[0] is not old[0] for new, old in zip(states, self._states, strict=True)):
-                    return False  # it was exchanged, restored, replaced, or given other memory
+                if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
+                    return False  # it was exchanged, restored, replaced, or given other memory, packed or unpacked
                 self._states, self.versions = states, _versions(states)
         except AttributeError:  # it is an ordinary tensor now, or in no store
             return False
@@ -183,7 +183,7 @@ class Call:
 
 def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
     """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
-    return tuple(sum(counts) for _, _, *counts in states)
+    return tuple(sum(counts) for _, _, _, *counts in states)
 
 
 class Sequence:

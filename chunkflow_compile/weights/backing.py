@@ -33,11 +33,12 @@ class Backing:
     """Memory of this process alone; of the other places, what differs.
 
     ``host``: the weight's values there.  ``bytes``: what copies read instead of them, None for nothing.  ``scratch``: whether
-    it is a scratch file.
+    it is a scratch file.  ``packed``: the packed values that copies read, None where the values are not packed.
     """
 
     bytes: DriveBytes | None = None
     scratch = False
+    packed: torch.Tensor | None = None
 
     def __init__(self, host: torch.Tensor) -> None:
         self.host = host
@@ -49,12 +50,13 @@ class Backing:
     def check(self) -> None:
         """Raise ChunkflowError if it is a file that has changed: to touch the mapping could kill the process."""
 
-    def make_private(self, name: str, lazily: bool = False) -> None:
-        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
+    def make_private(self, name: str, lazily: bool = False) -> Backing:
+        """Give the weight memory of its own, with the same bytes at the same address; return that.  Nothing reads it now.
 
         ``name``: for errors.  ``lazily``: where there is no room, a page takes memory when it is written.
         Raises ChunkflowError if there is no room.
         """
+        return self
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor, of whose writes no other process sees any."""
@@ -73,18 +75,19 @@ class SharedMemory(Backing):
     def where(self) -> Where:
         return Where.SHARED
 
-    def make_private(self, name: str, lazily: bool = False) -> None:
+    def make_private(self, name: str, lazily: bool = False) -> Backing:
         cause = no_room(self.host.nbytes)
         if cause is None:
             try:
                 own_memory(self.host, set())
-                return
+                return Backing(self.host)
             except OSError as error:
                 cause = error.strerror or str(error)
         if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
         # keeps all of the shared memory; where the kernel refuses, it stays shared, which is right until it is written
         map_over(self.host, self._descriptor, self._offset)
+        return Backing(self.host)
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
         """It takes no memory until it is written, and only it sees the writes.  Raises ChunkflowError if there is none."""
@@ -116,7 +119,7 @@ class FileSlice(Backing):
     def check(self) -> None:
         self._file.check()
 
-    def make_private(self, name: str, lazily: bool = False) -> None:
+    def make_private(self, name: str, lazily: bool = False) -> Backing:
         nbytes = self.host.nbytes
         if (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
@@ -127,6 +130,7 @@ class FileSlice(Backing):
             own_memory(self.host, self._file.left)
         except OSError as error:
             raise ChunkflowError(f"{name} ({size(nbytes)}) cannot be written: {error.strerror}.") from error
+        return Backing(self.host)
 
 
 def _no_memory(weight: torch.Tensor, cause: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -60,18 +60,26 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of one memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
     with _unprofiled():
         return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
-def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy of it if it is not dense or was made in inference mode, where writes are not counted."""
+def ordinary(tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+    """``tensor``, or a copy of it if it is not dense or was made in inference mode, where writes are not counted.
+
+    ``read``: returns its values, None if it has them.
+    """
     if is_dense(tensor) and not tensor.is_inference():
         return tensor
     with torch.inference_mode(False), torch.no_grad():
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return (tensor if read is None else read(tensor)).clone(memory_format=torch.contiguous_format)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """What a module with offloaded weights does differently from any other module.
 
-* ``state_dict`` has the host copies as ordinary tensors.  Of a weight that ranks share in host memory, or have shared, it
-  has a copy: a write to that is not the model's.  A write to any other one is, also if its weight is on the drive.
+* ``state_dict`` has the host copies as ordinary tensors.  Of a weight that ranks share in host memory, or have shared, and of
+  a packed one it has a copy: a write to that is not the model's.  A write to any other one is, also if its weight is on the
+  drive.
 * ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
 * ``.to()``, ``.half()`` and whatever else goes through ``_apply`` leave the values in host memory: a change of the device
   is only noted, and what a function makes of the values goes there.
@@ -184,7 +185,7 @@ class _Conversions(TorchDispatchMode):
         while self._copies:
             copied = self._copies.pop()
             if copied is not applied:
-                copied.host = copied.host.clone()
+                copied.host = copied.buffer.copy(copied.host)
                 copied.buffer = HostBuffer(copied.host, name=copied.buffer.name)
 
     def _copied(self, weight: HostWeight, target: torch.device, **kwargs: Any) -> HostWeight:
@@ -192,10 +193,12 @@ class _Conversions(TorchDispatchMode):
         dtype, memory_format = kwargs.get("dtype") or weight.dtype, kwargs.get("memory_format") or torch.preserve_format
         if dtype != weight.dtype:
             weight.buffer.check_room_for_copy(weight.numel() * dtype.itemsize)
-        host = weight.checked().to(dtype, memory_format=memory_format)
-        copied: HostWeight = HostWeight(
-            host, target, weight.buffer if host is weight.host else None, weight.buffer.name
-        )
+        as_it_is = memory_format == torch.preserve_format or weight.host.is_contiguous(memory_format=memory_format)
+        if dtype == weight.dtype and as_it_is:
+            copied: HostWeight = HostWeight(weight.host, target, weight.buffer)
+        else:
+            host = weight.values_on_host.to(dtype, memory_format=memory_format, copy=True)
+            copied = HostWeight(host, target, name=weight.buffer.name)
         self._copies.append(copied)
         return copied
 
@@ -255,8 +258,8 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
             state[prefix + name] = with_leaves(value, _host_copy)
         # quanto adds the tensors inside a weight, and those inside them
         for path, leaf in leaves(tensor, prefix + name):
-            if f"{path}.host" in state:
-                state.pop(f"{path}.host")
+            if f"{path}.raw_host" in state:
+                state.pop(f"{path}.raw_host")
                 state[path] = _host_copy(leaf)
         # bitsandbytes adds the tensors beside a weight
         for path, part in quant_state_tensors(tensor, prefix + name):

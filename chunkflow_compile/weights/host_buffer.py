@@ -11,6 +11,9 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are at on
 * FILE: a private mapping of a checkpoint or of a scratch file, which the loader writes.  Copies read the file itself.
 * FILE_WRITTEN: the same mapping, of which a tensor of a state_dict has written pages, which are this process's now.
 
+Those of a packed weight are in ``HostBuffer.packed``, at one of the first three places; ``host`` is address space without
+pages then, see ``packed.py``.  A write opens it and packs it again; if the values do not fit, the weight is OWN and raw.
+
 :class:`WeightLoader` chooses the first place.  From there bytes move one way, to OWN, at the same address, so that views stay
 views: ``make_private``, before a write, before pages that may change are pinned, and when a shared one is restored.  A weight
 that gets other memory (``p.data = ...``) gets another HostBuffer.
@@ -19,13 +22,15 @@ Copies of the values, none of which is written by anybody but its maker:
 
 * on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
   step;
-* in an op outside programs, one for that op;
-* in a state_dict, the memory itself (``exported``); of SHARED pages a mapping that copies a page when it is written.
+* in an op outside programs, one for that op; of a packed weight also on the CPU;
+* in a state_dict, the memory itself (``exported``); of SHARED pages a mapping that copies a page when it is written,
+  of a packed weight a mapping of a scratch file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 import weakref
@@ -34,14 +39,18 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes
+from .bytes import alias, flat_bytes, in_one_memory
 from .counts import Counts
+from .host_memory import empty_pages
 from .limits import Room, no_room
+from .mapping import close_pages
+from .packed import Packed, pack_into, packed_like
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
@@ -73,6 +82,10 @@ class Store(Protocol):
 
     def quiet(self) -> AbstractContextManager[object]: ...
 
+    def end_programs(self) -> None: ...
+
+    def warn_of_raw(self, buffer: HostBuffer) -> None: ...
+
     def mark_exported_dirty(self) -> None: ...
 
     @property
@@ -103,7 +116,8 @@ class HostBuffer:
     ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
     tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
     gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
-    any other.
+    any other.  ``is_packed``: whether ``packed`` has the values; ``packable``: whether :meth:`pack` may pack
+    them, which have whole pages of their own then.
     """
 
     def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
@@ -113,7 +127,11 @@ class HostBuffer:
         self.origin = host.device
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
-        self._backing = Backing(host) if backing is None else backing  # only make_private changes it
+        self._backing = Backing(host) if backing is None else backing  # only _back changes it
+        self.is_packed = self.packable = self._backing.packed is not None
+        self._lock = threading.Lock()  # for what reads the form of the values, and what changes it
+        self._uses = 0  # of the memory, by this and the weight
+        self._exported: tuple[int, int, weakref.ref[torch.Tensor]] | None = None  # the values of a packed weight
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
         self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
@@ -129,6 +147,7 @@ class HostBuffer:
         self._store, self._life = store, weakref.ref(life)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
+        self._uses = self._uses or _uses(host)
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
@@ -185,15 +204,26 @@ class HostBuffer:
         return self._backing.bytes if self.where is Where.FILE else None
 
     @property
+    def packed(self) -> torch.Tensor | None:
+        """The packed values, int32 [Layout.words], None if they are not packed."""
+        return self._backing.packed
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """What copies to the device read: the packed values, or the host tensor."""
+        return self.host if self.packed is None else self.packed
+
+    @property
     def source(self) -> Source:
         """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
         if self.where is Where.FILE_WRITTEN:
             self.make_private()
-        return self.drive or flat_bytes(self.host)
+        return self.drive or flat_bytes(self.stored)
 
     @property
     def nbytes(self) -> int:
-        return self.host.numel() * self.host.element_size()
+        """Bytes that are stored, and copied."""
+        return self.stored.nbytes
 
     @property
     def on_device(self) -> torch.Tensor | None:
@@ -215,9 +245,9 @@ class HostBuffer:
         self.check()
         if stale is not None and only_here:
             with torch.inference_mode(stale.is_inference()), torch.no_grad():
-                renewed = stale.copy_(self.host)
+                renewed = stale.copy_(self.stored)
         else:
-            renewed = stagings.brought(self.host, self.store.device, copy=True)
+            renewed = stagings.brought(self.stored, self.store.device, copy=True)
         self._resident = version, weakref.ref(renewed)
         return renewed
 
@@ -234,13 +264,35 @@ class HostBuffer:
             self.check()
             self._store.count(self.name, nbytes)
 
+    def values(self, view: torch.Tensor) -> torch.Tensor:
+        """A view of the host tensor as an ordinary tensor, to be read; of a packed weight it is a copy.
+
+        Raises ChunkflowError if there is no room for a copy, or if it is a mapping of a file that has changed.
+        """
+        self.check()
+        with self._lock:
+            backing = self._backing
+            if not isinstance(backing, Packed) or backing.is_open_here:
+                with unset_fake_temporarily():
+                    return view.detach()
+        return _part(view, backing.read(self.name))
+
+    def copy(self, view: torch.Tensor) -> torch.Tensor:
+        """The values of a view of the host tensor, in memory of their own.  Raises as :meth:`values`."""
+        values = self.values(view)
+        whole = values.untyped_storage().nbytes() == view.nbytes
+        return values if whole and not in_one_memory(values, view) else values.clone()
+
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values, for a state_dict: what writes it may go unnoticed, see :meth:`Store.mark_exported_dirty`.
 
-        Of memory that other ranks read, it is a copy.  Raises ChunkflowError if there is no memory for that.
+        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no memory for
+        that.
         """
         self.check()
         backing = self._backing
+        if isinstance(backing, Packed) and not backing.is_open_here:
+            return _part(view, self._export(backing))
         exported = backing.view_to_write(view)
         if backing is not self._backing:  # another thread has written it
             return self.export_view(view)
@@ -248,20 +300,115 @@ class HostBuffer:
             self._store.exported.append((weakref.ref(exported), weakref.ref(self)))
         return exported
 
+    def _export(self, backing: Packed) -> torch.Tensor:
+        """The values of a packed weight for state_dicts, the same ones as long as they are in use and nobody writes."""
+        version, writes, ref = self._exported or (None, 0, lambda: None)
+        exported = ref() if version == self.version else None
+        if exported is None or exported._version != writes:
+            version, exported = self.version, backing.export(self.name)
+            self._exported = version, exported._version, weakref.ref(exported)
+        return exported
+
+    def _quiet(self) -> AbstractContextManager[object]:
+        """No step of the model's programs runs."""
+        return contextlib.nullcontext() if self._store is None else self._store.quiet()
+
     @contextlib.contextmanager
     def write(self, leaves: bool = False) -> Iterator[None]:
         """Hold the steps of the model's programs, wait for the copies that read the weight, and make it private.
 
+        A packed weight is packed again after it; if the values do not fit, it is raw, and the programs of the model end.
         ``leaves``: whether it gets other memory instead: what it had stays as it is then.
         Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
-        with contextlib.nullcontext() if self._store is None else self._store.quiet():
+        with self._quiet():
             self.sync_copies()
             if leaves:
                 self.on_storage_replaced()
             else:
                 self.make_private()
-            yield
+            backing = self._backing
+            if leaves or not isinstance(backing, Packed) or backing.is_open:
+                yield
+                return
+            backing.open(self.name)
+            try:
+                yield
+            finally:
+                try:
+                    backing.close()
+                finally:
+                    if backing.is_open:
+                        self._stay_raw()
+
+    def pack(self) -> bool:
+        """Pack the values, in place of their memory: views stay views.  Returns whether they are packed now.
+
+        They cannot be if too many escape, if another tensor or array has the memory, such as one of a state_dict, or if there
+        is no room for a moment.  Holds up programs as :meth:`write`.
+        """
+        if self.is_packed or not self.packable:
+            return self.is_packed
+        with self._quiet():
+            self.sync_copies()
+            raw, packed = self._backing, self._pack()
+            if packed is None:
+                self.packable = False
+                return False
+            self.unpin()
+            self._back(packed)
+            if self._used():  # since then, by an op of another thread
+                self._back(raw)
+                self.packable = False
+                return False
+            close_pages(self.host)
+        return True
+
+    def _pack(self) -> Packed | None:
+        """The packed values, beside those of the host tensor."""
+        like = packed_like(self.host)
+        if self.where is not Where.OWN or self.fill is not None or self._used() or no_room(like.nbytes) is not None:
+            return None
+        with torch.inference_mode(False):
+            out = empty_pages(like)
+        return Packed(self.host, Backing(out)) if pack_into(out, self.host) else None
+
+    def unpack(self, leaves: bool = False) -> None:
+        """Let the weight be raw from now on, at the same address.  Holds up programs as :meth:`write`.
+
+        ``leaves``: whether it leaves the store.  Raises ChunkflowError if there is no room, or the file has changed.
+        """
+        with self._quiet():
+            self.sync_copies()
+            backing = self._backing
+            if isinstance(backing, Packed):
+                self.check()
+                backing.open(self.name)
+                self._back(Backing(self.host))
+                self.unpin()
+                if self._store is not None and not leaves:
+                    self._store.warn_over_bound(self.name, "is no longer packed")
+            self.packable = False
+
+    def _stay_raw(self) -> None:
+        """What was written to a packed weight does not fit, or was interrupted: its pages stay open."""
+        self._back(Backing(self.host))
+        self.unpin()
+        self.packable = False
+        if self._store is not None:
+            self._store.warn_of_raw(self)
+            self._store.end_programs()
+
+    def _back(self, backing: Backing) -> None:
+        """Have the bytes there from now on."""
+        with self._lock:
+            if self.is_packed != (backing.packed is not None):
+                self.is_packed, self._resident, self._exported = not self.is_packed, None, None
+            self._backing = backing
+
+    def _used(self) -> bool:
+        """Whether a view, or an op of another thread, has the memory, which must not lose its pages then."""
+        return _uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""
@@ -280,8 +427,7 @@ class HostBuffer:
         if before is Where.SHARED:
             self.unpin()  # the pages that a device reads are those at the address when they were pinned
             self.written += 1  # programs pin it again, also if there is no memory
-        self._backing.make_private(self.name, lazily)
-        self._backing = Backing(self.host)
+        self._back(self._backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")
 
@@ -327,12 +473,12 @@ class HostBuffer:
     def _pinned(self, device: HostReader) -> Callable[[], None]:
         """Pin, twice if need be: the kernel may refuse pages that another rank pins at the moment."""
         try:
-            return device.pin(self.host)
+            return device.pin(self.stored)
         except OSError:
             if self.where is not Where.SHARED:
                 raise
             time.sleep(_RETRY_S)
-            return device.pin(self.host)
+            return device.pin(self.stored)
 
     def unpin(self) -> None:
         if self._unpin is not None:
@@ -349,6 +495,20 @@ def buffer_of(tensor: object) -> HostBuffer | None:
     """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
     buffer = getattr(tensor, "__dict__", {}).get("buffer")
     return buffer if isinstance(buffer, HostBuffer) and buffer.is_of(tensor) else None
+
+
+def _part(view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What a view of the host tensor is, of other memory with the values of the whole."""
+    if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():
+        return whole
+    with torch.inference_mode(False), torch.no_grad():
+        part = torch.empty(0, dtype=view.dtype, device="cpu")
+        return part.set_(whole.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def _uses(host: torch.Tensor) -> int:
+    """The tensors and storages that refer to the memory of a tensor."""
+    return int(torch._C._storage_Use_Count(host.untyped_storage()._cdata))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 import weakref
@@ -29,12 +30,19 @@ from .progress import moving
 from .staging import GpuStagings
 
 
+_log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """No program runs on the model."""
+
+
 @dataclass(eq=False)
 class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
-    ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
-    after pinning failed once.
+    ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends them; the next call of each
+    starts it again.  ``pins``: whether to pin host memory; False after pinning failed once.
     ``counts``: of its programs.  ``exported``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.
@@ -43,6 +51,7 @@ class HostStore:
     _root: weakref.ref[nn.Module]
     device: torch.device
     quiet: Callable[[], AbstractContextManager[object]]
+    end_programs: Callable[[], None] = _nothing
     pins: bool = True
     bound: int | None = None
     turn: tuple[int, int] | None = None
@@ -56,6 +65,7 @@ class HostStore:
     _total: int = 0
     _meant: int = 0  # bytes that were read where reads were meant
     _warned_of_bound: bool = False
+    _warned_of_raw: bool = False
     _warned_of_exported: bool = False
 
     @property
@@ -134,7 +144,7 @@ class HostStore:
         """Take the buffer of a weight into the store."""
         buffer = weight.buffer
         buffer.join(self, names, origin, host, weight)
-        self._total += 0 if buffer in self._buffers else buffer.nbytes
+        self._total += 0 if buffer in self._buffers else host.nbytes
         self._buffers[buffer] = None
 
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
@@ -160,6 +170,8 @@ class HostStore:
                     if failed and target.type == "cpu" and buffer.where is Where.SHARED:
                         buffer.make_private(lazily=True)  # there may be no room, which may be why the move has failed
                     give_back(weight, target, stagings)
+                elif buffer.is_packed:
+                    buffer.unpack(leaves=True)
                 buffer.unpin()  # not sooner: pinned memory is copied faster
                 buffer.leave()
                 moved(buffer.nbytes)
@@ -240,6 +252,18 @@ class HostStore:
                 stacklevel=3,
             )
 
+    def warn_of_raw(self, buffer: HostBuffer) -> None:
+        """Say once that a weight is packed no longer."""
+        if not self._warned_of_raw:
+            self._warned_of_raw = True
+            _log.warning(
+                "%s was written, and its values no longer fit into its packed form: it is raw from now on, and takes %s of host "
+                "memory, and the programs of %s are compiled again. Others that this happens to are not named",
+                buffer.name,
+                size(buffer.nbytes),
+                type(self.root).__name__,
+            )
+
     def room(self, budget: int | None) -> Room:
         """What may still be pinned.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
@@ -316,6 +340,8 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         buffer.check()
         if device.type == "cpu":
+            if buffer.is_packed:
+                buffer.unpack(leaves=True)
             if buffer.where is Where.SHARED:
                 buffer.make_private()  # an ordinary tensor may be written at any time
             if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
@@ -325,7 +351,8 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
                 )
         with no_room_for(buffer.name, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
-            plain = stagings.brought(weight.host, device, copy=buffer.scratch)
+            values = weight.host if device.type == "cpu" else weight.values_on_host
+            plain = stagings.brought(values, device, copy=buffer.scratch)
         grad = buffer.grad if buffer.is_of(weight) else None
         become(weight, weight.plain(plain))
         weight.__dict__.pop("life", None)

@@ -16,11 +16,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import ordinary
+from .bytes import in_one_memory, ordinary
 from .exchange import STATE
 from .host_buffer import HostBuffer
 from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
@@ -48,7 +49,8 @@ _OWN = {*STATE, "life"}
 
 
 class HostWeight(torch.Tensor):
-    """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU.
+    """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU; of a packed one it is only the
+    place of the values.
 
     ``buffer``: the memory, shared by all views of it.  ``kind``: the class of the tensor that it stands for.
     """
@@ -92,13 +94,13 @@ class HostWeight(torch.Tensor):
                 f"A view of {self.buffer.name} of shape {list(self.shape)} comes into compiled code, but the weight is "
                 "offloaded: pass a copy, view.clone(), or take the view from the weight inside forward."
             )
-        return _INNER, self.device
+        return ["host" if _is_for_us() else "raw_host"], self.device
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], device: torch.device, size: Sequence[int], stride: Sequence[int]
     ) -> Any:
-        host = inner["host"]
+        (host,) = inner.values()
         if isinstance(host, FakeTensor) and _is_for_us():
             offset = host.storage_offset()  # which is that of a DTensor around it
             with host.fake_mode, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, True):
@@ -132,7 +134,7 @@ class HostWeight(torch.Tensor):
             for weight in sorted(written, key=lambda w: w.buffer.order):  # two threads never hold each other up
                 held.enter_context(weight.buffer.write())
             if written and func is _aten.copy_.default:
-                source = args[1].checked() if isinstance(args[1], HostWeight) else args[1]
+                source = args[1].values_on_host if isinstance(args[1], HostWeight) else args[1]
                 written[0].host.copy_(source)
                 written[0].buffer.written += 1
                 return written[0]
@@ -149,16 +151,27 @@ class HostWeight(torch.Tensor):
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
         self.buffer.read(self.host.nbytes)
-        return self.host if self.device.type == "cpu" else self.host.to(self.device)
+        values = self.values_on_host
+        return values if self.device.type == "cpu" else values.to(self.device)
 
-    def checked(self) -> torch.Tensor:
-        """The host memory.  Raises ChunkflowError if it is a mapping of a file that has changed."""
-        self.buffer.check()
+    @property
+    def values_on_host(self) -> torch.Tensor:
+        """The values as an ordinary host tensor, to be read, see :meth:`HostBuffer.values`."""
+        return self.buffer.values(self.host)
+
+    @property
+    def raw_host(self) -> torch.Tensor:
+        """The host memory, for the code of other compilers, which writes it past every op: a packed weight is raw from then on.
+
+        A trace does not touch it.
+        """
+        if self.buffer.is_packed and detect_fake_mode() is None:
+            self.buffer.unpack()
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
-        same = host.untyped_storage()._cdata == self.host.untyped_storage()._cdata
+        same = in_one_memory(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
@@ -168,22 +181,22 @@ class HostWeight(torch.Tensor):
         if target == self.device or target.type == "cpu":
             self.buffer.check_room_for_copy(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
-            return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
+            return _aten._to_copy.default(self.values_on_host, **{**kwargs, "device": target})
         with torch.inference_mode(False):
-            host = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
+            host = _aten._to_copy.default(self.values_on_host, **{**kwargs, "device": "cpu"})
             return HostWeight(host, self.device, name=self.buffer.name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
             return f"HostWeight({self.host!r}, {self.device})"
         kind = "Parameter containing:\n" if isinstance(self, nn.Parameter) else ""
-        return f"{kind}{self.checked()!r} in host memory, for {self.device}"
+        return f"{kind}{self.values_on_host!r} in host memory, for {self.device}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             self.buffer.check_room_for_copy(self.host.nbytes)
             with torch.inference_mode(False):
-                copied = HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
+                copied = HostWeight(self.buffer.copy(self.host), self.device, name=self.buffer.name)
                 twin = memo[id(self)] = like(self, copied)
                 twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         result: torch.Tensor = memo[id(self)]
@@ -196,7 +209,8 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor on the CPU."""
-        return self.plain(self.checked().detach()).__reduce_ex__(protocol)
+        read = self.buffer.export_view if self.buffer.is_packed else self.buffer.values  # a copy may be on the drive
+        return self.plain(read(self.host)).__reduce_ex__(protocol)
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
         """An ordinary tensor of the class that this one stands for, with its attributes."""
@@ -244,10 +258,12 @@ class HostWeight(torch.Tensor):
         if buffer is self.buffer and _same_place(host, self.host):
             return  # p.data += x has written the memory already
         part = buffer is self.buffer  # another view of its own memory, which no longer has all bytes of its backing
+        if part:
+            self.buffer.unpack()
         with self.buffer.write(leaves=not part), torch.inference_mode(False), torch.no_grad():
             if part:
                 self.buffer.unpin()
-            plain = ordinary(host)
+            plain = ordinary(host, None if buffer is None else buffer.values)
             host, buffer = plain, buffer if plain is host else None
             self.buffer.written += 1
             weight = HostWeight(host, self.device, buffer, self.buffer.name)
@@ -264,15 +280,15 @@ class HostWeight(torch.Tensor):
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        values = self.checked().detach().numpy()
+        values = self.values_on_host.detach().numpy()
         values.flags.writeable = False
         return values
 
     def tolist(self) -> Any:
-        return self.checked().tolist()
+        return self.values_on_host.tolist()
 
     def __format__(self, spec: str) -> str:
-        return format(self.checked().detach(), spec)
+        return format(self.values_on_host.detach(), spec)
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
@@ -307,10 +323,9 @@ def _is_for_us() -> bool:
     return getattr(backend, "__name__", "") == "chunkflow"
 
 
-_INNER = ["host"]
-# The buffer of a weight, and the counts of which its ``writes`` is the sum: for what compares many weights in every call.
-# AttributeError for a tensor that is in no store.
-state_of = attrgetter("buffer", "life.in_store", "buffer.written", "host._version", "_version")
+# The buffer of a weight, its form, and the counts of which its ``writes`` is the sum: for what compares many weights in every
+# call.  AttributeError for a tensor that is in no store.
+state_of = attrgetter("buffer", "buffer.is_packed", "life.in_store", "buffer.written", "host._version", "_version")
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -359,7 +374,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
         if values[id(weight)].shape != weight.shape:
             _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")
     for weight in written:
-        if values[id(weight)] is not weight.host:
+        if not in_one_memory(values[id(weight)], weight.host):
             weight.host.copy_(values[id(weight)])
         weight.buffer.written += 1
     given = {id(values[id(weight)]): weight for weight in written}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from .backing import FileSlice
+from .backing import Backing, FileSlice
 from .bytes import alias, ordinary
 from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch
 from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus
 from .limits import check_room, host_memory
-from .mapping import whole_pages
+from .mapping import close_pages, whole_pages
 from .node import Node
+from .packed import Packed, address_space, do_not_fit, fits, pack_into
 from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
 
@@ -40,12 +42,14 @@ class WeightLoader:
         pages: bool,
         node: Node | None = None,
         on_drive: Collection[str] = (),
+        packs: Collection[str] = (),
+        packable: Collection[str] = (),
         shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
         own.  ``node``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
-        those that go to the drive instead.  ``shards``: by name, which part of a weight this rank
-        has; ranks share equal parts only."""
+        those that go to the drive instead.  ``packs``: of those whose values are packed; ``packable``: of those that may be
+        packed later.  ``shards``: by name, which part of a weight this rank has; ranks share equal parts only."""
         self._cpus = near_cpus(device)
         # the page cache of the checkpoint would push out other memory if there is no room for both
         direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
@@ -56,6 +60,8 @@ class WeightLoader:
         self._stagings = GpuStagings()
         self._node = node
         self._on_drive = on_drive
+        self._packs = packs
+        self._packable = packable
         self._kept: set[str] = set()
         self._unchecked = 0
         self._shared: SharedPages | None = None
@@ -65,7 +71,7 @@ class WeightLoader:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
-            self._twice = max((min(w.nbytes, w.frees) for w in copied), default=0)  # for a moment, one after the other
+            self._twice = max((w.for_a_moment for w in copied), default=0)  # one after the other
             check_room(self._todo + self._twice)
         except BaseException as error:
             self.close(error)
@@ -99,10 +105,12 @@ class WeightLoader:
         if self._shared is None or name not in self._shared:
             return self._private(weight, values)
         if weight.drive:
-            self._shared.keep(name, self._filled(weight, values))
+            self._shared.keep(name, self._stored(weight, values))
+        elif weight.packs:
+            self._pack(self._shared.backing(name).host, weight, values)
         else:
             self._fill(self._shared.backing(name).host, weight, values)
-        return None if self.in_file(name) else self._joined(self._shared, weight)
+        return None if self.in_file(name) else self._joined(self._shared, weight, values)
 
     def in_file(self, name: str) -> bool:
         """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed."""
@@ -116,29 +124,42 @@ class WeightLoader:
         assert self._shared is not None
         weight, values = self._weights[name], alias(tensor)
         if self._shared.same(name, values):
-            return self._joined(self._shared, weight)
-        if not weight.drive:
-            check_room(weight.takes)  # another copy than was planned
-        return self._private(weight, values)
+            return self._joined(self._shared, weight, values)
+        return self._unplanned(weight, values)
 
     def report(self) -> None:
         """Say on all ranks which weights differ."""
         if self._shared is not None:
             self._shared.report()
 
-    def _joined(self, shared: SharedPages, weight: LoadRequest) -> HostBuffer:
-        """The memory of a weight that ranks share and have written."""
+    def _joined(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
+        """The memory of a weight that ranks share and have written; of its own if it could not be packed."""
         backing = shared.backing(weight.name)
+        if weight.packs and not fits(backing.host):
+            return self._unplanned(replace(weight, packs=False), values)  # raw on all ranks
         self._kept.add(weight.name)
+        if weight.packs:
+            backing = Packed(address_space(weight.like), backing)
         return HostBuffer(backing.host, backing)
+
+    def _unplanned(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
+        """Memory of this rank for a weight that others share.  Raises ChunkflowError if there is no room."""
+        if not weight.drive:
+            check_room(weight.takes + weight.for_a_moment if weight.packs else weight.takes)
+        return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """Memory of this rank, or a part of its own scratch file, with the values of a weight."""
         filled = self._filled(weight, values)
-        if not weight.drive:
-            return HostBuffer(filled)
-        kept = self._scratch.keep(filled)
-        return HostBuffer(kept.host, kept)
+        packed = empty_pages(weight.stored) if weight.packs else None
+        if packed is None or not pack_into(packed, filled, self._cpus):
+            kept = self._scratch.keep(filled) if weight.drive else Backing(filled)
+        else:
+            close_pages(filled)
+            kept = Packed(filled, self._scratch.keep(packed) if weight.drive else Backing(packed))
+        buffer = HostBuffer(kept.host, kept)
+        buffer.packable |= weight.name in self._packable
+        return buffer
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
@@ -150,14 +171,15 @@ class WeightLoader:
 
     def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = alias(tensor), self._dtype_of(name, tensor)
-        drive, same = name in self._on_drive, dtype == values.dtype
-        stays = same and not self._pages and values.device.type == "cpu"
+        drive, packs = name in self._on_drive, name in self._packs
+        same = dtype == values.dtype and not packs
+        stays = same and not (self._pages or name in self._packable) and values.device.type == "cpu"
         part = None if stays else self._mappings.part(values)
         stays = stays or (same and drive and part is not None and not values.is_inference())
         frees = values.nbytes if values.device.type == "cpu" and part is None else 0
         shard = self._shards.get(name)
         like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
-        return LoadRequest(name, like, values.dtype, part, drive, stays, frees, shard)
+        return LoadRequest(name, like, values.dtype, part, drive, stays, frees, shard, packs)
 
     def _writes(self, weight: LoadRequest) -> bool:
         """Whether this rank writes a weight, for itself or for all."""
@@ -175,6 +197,19 @@ class WeightLoader:
                 self._unchecked = 0
                 check_room(self._todo + self._twice)
             self._todo -= weight.takes
+
+    def _stored(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
+        """Pages with what is stored of a weight."""
+        if not weight.packs:
+            return self._filled(weight, values)
+        packed = empty_pages(weight.stored)
+        self._pack(packed, weight, values)
+        return packed
+
+    def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
+        """Pack a weight that ranks share, or let them know that it does not fit."""
+        if not pack_into(packed, self._filled(weight, values), self._cpus):
+            do_not_fit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
         host = empty_pages(weight.like)

@@ -17,7 +17,7 @@ PAGE = mmap.PAGESIZE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _FAILED = 2**64 - 1
-_HUGE = 14  # of madvise
+_DONTNEED, _HUGE = 4, 14  # of madvise
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
@@ -66,6 +66,7 @@ def _libc() -> Any:
     libc.mremap.argtypes = [ctypes.c_void_p, *2 * [ctypes.c_size_t], ctypes.c_int, ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 
 
@@ -91,6 +92,19 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0)
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
     _libc().mmap(host.data_ptr(), whole_pages(host.nbytes), _ACCESS, kind, number, offset)
+
+
+def close_pages(host: torch.Tensor) -> None:
+    """Give up the memory of a tensor on whole pages of its own.  Its addresses stay, and to touch them ends the process."""
+    system, size = _libc(), whole_pages(host.nbytes)
+    if not system.mprotect(host.data_ptr(), size, 0):
+        system.madvise(host.data_ptr(), size, _DONTNEED)
+
+
+def open_pages(host: torch.Tensor) -> None:
+    """Let the closed pages of a tensor be touched again; they are zero.  Raises OSError if the kernel refuses."""
+    if _libc().mprotect(host.data_ptr(), whole_pages(host.nbytes), _ACCESS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:

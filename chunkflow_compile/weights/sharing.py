@@ -28,6 +28,7 @@ from .drive import Scratch
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
 from .node import Node
+from .packed import packed_like
 from .source import DriveBytes
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class LoadRequest:
     """A weight to place: its name, and the part of a file that it is, if it is one.
 
     ``like``: its shape, strides and dtype from then on, as a tensor without memory.  ``read_as``: its dtype now.
+    ``packs``: whether its values are to be packed.
     ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
     ``frees``: bytes that its present memory gives back.  ``shard``: which part of a weight it is, None for a whole one.
     """
@@ -55,6 +57,12 @@ class LoadRequest:
     stays: bool
     frees: int = 0
     shard: tuple[int, ...] | None = None
+    packs: bool = False
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """What is stored of it, as a tensor without memory."""
+        return packed_like(self.like) if self.packs else self.like
 
     @property
     def takes(self) -> int:
@@ -62,14 +70,19 @@ class LoadRequest:
         return max(0, self.nbytes - self.frees)
 
     @property
+    def for_a_moment(self) -> int:
+        """Bytes that it takes besides, while it is placed."""
+        return min(self.nbytes, self.frees) + (self.like.nbytes if self.packs else 0)
+
+    @property
     def nbytes(self) -> int:
-        return self.like.nbytes
+        return self.stored.nbytes
 
     @property
     def kind(self) -> str:
         """Equal on ranks that can share it."""
         shape, strides = [*self.like.shape], [*self.like.stride()]
-        return repr((self.name, shape, strides, self.like.dtype, self.drive, self.shard and [*self.shard]))
+        return repr((self.name, shape, strides, self.like.dtype, self.drive, self.shard and [*self.shard], self.packs))
 
     @property
     def source(self) -> list[Any] | None:
@@ -92,6 +105,7 @@ class SharedPages:
         self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # and where each begins in the scratch file
         self._differ: list[str] = []
+        self._wanted = {w.name: w for w in wanted}
         mine = {w.kind: w for w in wanted}
         whole = sum(w.shard is None for w in wanted)  # which ranks are expected to have in common
         reports = node.gather([whole, [(kind, w.source) for kind, w in mine.items()]])
@@ -123,7 +137,7 @@ class SharedPages:
         places = self._places(weights)
         if self._node.leads:
             # each leaves the memory that it has once it is written: one at a time exists twice
-            check_room(sum(w.takes for w in weights) + max(min(w.nbytes, w.frees) for w in weights))
+            check_room(sum(w.takes for w in weights) + max(w.for_a_moment for w in weights))
         descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
         if pages is None:
@@ -134,7 +148,7 @@ class SharedPages:
         for weight, begin in zip(weights, places, strict=False):
             # each has a storage of its own: one of all weights would be pickled with each of them
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
-            self._pages[weight.name] = SharedMemory(descriptor, begin, as_weight(part, weight.like))
+            self._pages[weight.name] = SharedMemory(descriptor, begin, as_weight(part, weight.stored))
 
     def _share_file(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the scratch file, and the others get it."""
@@ -172,7 +186,7 @@ class SharedPages:
         if name in self._pages:
             return self._pages[name]
         begin, weight = self._on_drive[name]
-        return self._scratch.kept(begin, weight.like)
+        return self._scratch.kept(begin, weight.stored)
 
     def keep(self, name: str, values: torch.Tensor) -> None:
         """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
@@ -180,8 +194,12 @@ class SharedPages:
 
     def same(self, name: str, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that were written for a weight."""
-        written_alike = name in self.writes or name in self._in_one_file
-        equal = written_alike or _same_bytes(self.backing(name).host, values)
+        written, weight = self.backing(name).host, self._wanted[name]
+        equal = name in self.writes or name in self._in_one_file
+        if not equal and weight.packs and fits(written):
+            equal = _same_bytes(unpacked(name, written, weight.like), values)
+        elif not equal:
+            equal = weight.packs or _same_bytes(written, values)  # each rank has its own of one that does not fit
         if not equal:
             self._differ.append(name)
         return equal

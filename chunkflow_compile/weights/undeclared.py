@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import same_bits
+from .bytes import in_one_memory, same_bits
 
 _aten = torch.ops.aten
 # Namespaces of torch whose schemas declare every write.
@@ -100,8 +100,7 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
 def _take(weight: Any, copy: torch.Tensor) -> None:
     """Give a weight what was written to a copy of it, if anything was."""
     values = copy.to(weight.host.device)
-    weight.buffer.check()
-    if not same_bits(weight.host, values):
+    if not same_bits(weight.values_on_host, values):
         with weight.buffer.write(), torch.no_grad():
             weight.host.copy_(values)
             weight.buffer.written += 1
@@ -110,7 +109,7 @@ def _take(weight: Any, copy: torch.Tensor) -> None:
 def _copy(weight: Any) -> torch.Tensor:
     """The values on the device, in memory of their own."""
     values: torch.Tensor = weight.fetch()
-    return values.clone() if values is weight.host else values
+    return values.clone() if in_one_memory(values, weight.host) else values
 
 
 def _is_a(name: str, value: Any) -> bool:

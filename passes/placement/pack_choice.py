@@ -29,16 +29,19 @@ _SHARES = (1.0, 0.5, 0.25)
 
 def chosen(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
     """The names of the weights to pack.  Raises ChunkflowError if the budget of ``plan`` has room for none of the sets."""
-    try:
-        least = _step(plan(cut.problem)) / AS_GOOD
-    except ChunkflowError:  # packed, the regions may find room
-        least = math.inf
-    best = frozenset[str]()
+    best, least = frozenset[str](), math.inf
+    with contextlib.suppress(ChunkflowError):  # packed, the regions may find room
+        raw = plan(cut.problem).predicted
+        assert raw is not None
+        if raw.step_s <= AS_GOOD * raw.resident_step_s:
+            return best
+        least = raw.step_s / AS_GOOD
     for names in _candidates(cut):
         with contextlib.suppress(ChunkflowError):
-            step = _step(plan(packed(cut, names).problem))
-            if step < least:
-                best, least = names, step
+            predicted = plan(packed(cut, names).problem).predicted
+            assert predicted is not None
+            if predicted.step_s < least:
+                best, least = names, predicted.step_s
     return best
 
 
@@ -78,8 +81,3 @@ def _spread(order: Sequence[tuple[str, str]], nbytes: dict[tuple[str, str], int]
         if due >= nbytes[position] / 2:
             due -= nbytes[position]
             yield position
-
-
-def _step(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_s
