@@ -108,27 +108,21 @@ def _base(bits: torch.Tensor) -> int:
 
 def _pack_piece(flat: torch.Tensor, layout: Layout, base: int, first: int, out: torch.Tensor) -> torch.Tensor:
     """Pack some frames; return the positions of their words with an escape."""
-    h, found = layout.h, [torch.empty(0, dtype=torch.int64)]
-    here, other = (torch.empty(4, h, dtype=torch.int32) for _ in range(2))
-    signs, mantissas, exponents, outside, nibble, bias, none = map(
-        torch.tensor, (_SIGNS, _MANTISSAS, _EXPONENTS, _OUTSIDE, _CODES, (256 - base) * _BOTH, 256 * _BOTH)
-    )
-    for frame in range(first, min(first + _PIECE, layout.frames)):
-        words = _as_words(flat[8 * h * frame :][: 8 * h], 4 * h, base).view(4, h)
-        bytes_, codes = out[3 * h * frame :][: 2 * h].view(2, h), out[3 * h * frame :][2 * h : 3 * h]
-        torch.bitwise_right_shift(words, 8, out=other).bitwise_and_(signs)
-        torch.bitwise_and(words, mantissas, out=here).bitwise_or_(other)
-        for row in range(2):
-            torch.bitwise_or(here[2 * row], here[2 * row + 1].bitwise_left_shift_(8), out=bytes_[row])
-        torch.bitwise_right_shift(words, 7, out=here).bitwise_and_(exponents)
-        # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
-        here.add_(bias).bitwise_xor_(none)
-        found.append(torch.bitwise_and(here, outside, out=other).view(-1).nonzero().view(-1) + 4 * h * frame)
-        here.bitwise_and_(nibble)
-        torch.bitwise_or(here[0], here[1].bitwise_left_shift_(4), out=codes)
-        for row in (2, 3):
-            codes.bitwise_or_(here[row].bitwise_left_shift_(4 * row))
-    return torch.cat(found)
+    h, frames = layout.h, min(_PIECE, layout.frames - first)
+    words = _as_words(flat[8 * h * first :][: 8 * h * frames], 4 * h * frames, base).view(frames, 4, h)
+    into = out[3 * h * first :][: 3 * h * frames].view(frames, 3, h)
+    other = torch.bitwise_right_shift(words, 8).bitwise_and_(_SIGNS)
+    here = torch.bitwise_and(words, _MANTISSAS).bitwise_or_(other)
+    rows = here.view(frames, 2, 2, h)
+    torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(8), out=into[:, :2])
+    torch.bitwise_right_shift(words, 7, out=here).bitwise_and_(_EXPONENTS)
+    # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
+    here.add_((256 - base) * _BOTH).bitwise_xor_(256 * _BOTH)
+    escapes = torch.bitwise_and(here, _OUTSIDE, out=other).view(-1).nonzero().view(-1)
+    here.bitwise_and_(_CODES)
+    torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(4), out=other[:, :2])
+    torch.bitwise_or(other[:, 0], other[:, 1].bitwise_left_shift_(8), out=into[:, 2])
+    return escapes + 4 * h * first
 
 
 def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
