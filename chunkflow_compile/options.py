@@ -174,6 +174,8 @@ class Options:
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
         check_goal(self.policy, self.memory, self.slowdown, self.yields)
+        if self.pack is True and self.policy == "resident":
+            raise ChunkflowError("pack=True with policy='resident', which copies nothing: leave out one of the two.")
         if self.plan is not None and (self.memory is not None or self.slowdown is not None):
             raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
         if self.plan is not None and self.replan_after:
