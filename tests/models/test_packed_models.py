@@ -17,6 +17,7 @@ from chunkflow_compile import ChunkflowError, cycles, explain, offload, programs
 from chunkflow_compile.catalog.small import Size, small_inputs
 from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
 SIZE = Size(layers=2, singles=2)
@@ -196,3 +197,23 @@ def test_a_pipeline(quiet: None) -> None:
         chunkflow_compile.remove(pipe)
         assert pipelines.is_plain(pipe)
     assert all(torch.equal(a, b) for a, b in zip(made[False], made[True], strict=True))
+
+
+def on_a_rank(rank: int) -> None:
+    """Ranks share one packed copy; one that writes packs its own, and the others keep theirs."""
+    model, twin = (m.to(torch.bfloat16) for m in small_twins("wan", SIZE, degree=2))
+    offload(model, min_bytes=EAGER["min_bytes"], pack=True, share=True)
+    packed = packed_of(model)
+    assert packed and all(buffer.where is Where.SHARED for buffer in packed)
+    run = chunkflow_compile.compile(model, **EAGER)
+    check(run, twin, "wan", range(4))
+    assert cycles(model)[0].measurements[-1].moved_bytes > 0
+    for each in (model, twin) if rank else ():
+        each.get_parameter(packed[0].name).zero_()
+    check(run, twin, "wan", range(4, 8))
+    assert [b.where for b in packed].count(Where.OWN) == rank and packed_of(model) == packed
+    restore(model)
+
+
+def test_two_ranks(on_ranks: Any) -> None:
+    on_ranks(on_a_rank)
