@@ -284,7 +284,7 @@ class HostBuffer:
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values, for a state_dict: what writes it may go unnoticed, see :meth:`Store.mark_exported_dirty`.
 
-        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no room for one.
+        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no room.
         """
         self.check()
         backing = self._backing
@@ -352,17 +352,18 @@ class HostBuffer:
             self.packable = self.is_packed
         return self.is_packed
 
-    def unpack(self, leaves: bool = False) -> None:
+    def unpack(self, leaves: bool = False, lazily: bool = False) -> None:
         """Let the weight be raw from now on, at the same address.  Holds up programs as :meth:`write`.
 
-        ``leaves``: whether it leaves the store.  Raises ChunkflowError if there is no room, or the file has changed.
+        ``leaves``: whether it leaves the store.  ``lazily``: whether it takes its memory where there may be no room.
+        Raises ChunkflowError if there is no room, or the file has changed.
         """
         with self._quiet():
             self.sync_copies()
             backing = self._backing
             if isinstance(backing, Packed):
                 self.check()
-                backing.open(self.name)
+                backing.open(self.name, lazily)
                 self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
