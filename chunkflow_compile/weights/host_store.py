@@ -21,12 +21,13 @@ from .backing import Where
 from .bytes import same_place
 from .counts import Counts
 from .exchange import become
-from .host_buffer import HostBuffer, HostReader
+from .host_buffer import HostBuffer
 from .host_weight import HostWeight, like
 from .leaves import leaves_of, named_leaves
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
+from .pinning import HostReader
 from .progress import moving
 from .staging import GpuStagings
 
