@@ -119,6 +119,52 @@ def test_it_is_written_as_any_other() -> None:
             assert same(model, twin), what
 
 
+def test_it_is_read_and_written_in_any_mode() -> None:
+    model, twin = pair()
+    for mode in (torch.inference_mode(), torch.device("meta"), torch.enable_grad()):
+        with mode:
+            for m in (model, twin):
+                m.get_parameter(NAME).mul_(2)
+                m.get_parameter(NAME)[1:].add_(1)
+            assert same(model, twin)
+            assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
+    assert packed(model) == {*buffers(model)}
+    restore(model)
+    assert same(model, twin)
+
+
+def test_it_is_trained() -> None:
+    """Gradients by eager ops, and steps of an optimizer that writes all weights in one op."""
+    model, twin = pair()
+    with torch.enable_grad():
+        runs = [
+            (m, torch.optim.AdamW(m.requires_grad_(True).parameters(), lr=1e-2, foreach=True)) for m in (model, twin)
+        ]
+        for _ in range(3):
+            x = torch.randn(4, 8).to(BF16)
+            for m, optimizer in runs:
+                optimizer.zero_grad()
+                m(x).square().sum().backward()
+                optimizer.step()
+            assert same(model, twin)
+    assert packed(model)
+
+
+def test_a_part_takes_the_place_of_the_whole() -> None:
+    """As memory that is shared, or exchanged: the bytes stay, and the weight is raw."""
+    model, twin = pair()
+    for m in (model, twin):
+        weight, other = m.get_parameter(NAME), m.get_parameter(OTHER)
+        weight.data = weight.data[:32]
+        torch.utils.swap_tensors(other, nn.Parameter(other.cpu().clone() * 2, requires_grad=False))
+    assert same(model, twin) and not buffers(model)[NAME].packable
+    for m in (model, twin):
+        m.get_parameter(NAME).mul_(2)
+    assert same(model, twin) and packed(model) == {"blocks.0.down.weight", "blocks.1.up.weight"}
+    restore(model)
+    assert same(model, twin)
+
+
 def test_what_does_not_fit_is_raw_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
     model, twin = pair()
     placement: Any = placement_of(model)
