@@ -17,7 +17,7 @@ class Parameter:
     ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
     for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
     ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``drive``: whether its bytes are on
-    the drive.  ``packed``: whether they are packed (packing.py).
+    the drive.  ``packed``: whether they are packed (packing.py); ``packable``: whether they can be, as far as is known.
     """
 
     index: int
@@ -26,6 +26,7 @@ class Parameter:
     inside: str = ""
     drive: bool = False
     packed: bool = False
+    packable: bool = True
 
     @property
     def key(self) -> tuple[int, str]:

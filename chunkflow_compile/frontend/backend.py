@@ -304,11 +304,10 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | frozenset[str]:
-    """Which weights a graph is to have packed: those that are, and those that the option ``wanted`` adds."""
-    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.packed is not None)
-    if wanted is True:
-        return frozenset(name for name, buffer in buffers.items() if buffer is None or buffer.packable)
-    return "auto" if wanted and not packed else packed
+    """Which weights a graph is to have packed: all that can be if the option ``wanted`` is True, else those that are, if any
+    is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
+    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.is_packed)
+    return wanted if wanted is True else packed or wanted
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

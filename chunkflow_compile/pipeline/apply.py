@@ -225,8 +225,8 @@ def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Opt
         packs = {name: can_pack(model, cast[name], chosen.min_bytes) for name, model in models.items()}
         if models and not any(packs.values()):
             raise ChunkflowError(
-                f"pack=True packs contiguous weights of bfloat16, and {', '.join(models)} have none: pass dtype=torch.bfloat16, "
-                "or leave out pack."
+                f"pack=True packs contiguous weights of bfloat16, and {', '.join(models)} have none: pass "
+                "dtype=torch.bfloat16, or leave out pack."
             )
     return packs
 

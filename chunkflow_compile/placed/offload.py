@@ -72,9 +72,9 @@ def offload(
     ``host_memory``: most bytes of host memory for the weights, as bytes or "24GiB".  The others stay on the drive, in the
     checkpoint or in a scratch file in the folder for temporary files, and are read from there in every step.
 
-    ``pack``: True packs the weights of bfloat16, without loss, to three quarters of their bytes: in host memory, on the drive,
-    and on the way to the device.  One with too many values outside of sixteen exponents in a row stays as it is.  "auto" lets
-    plans choose.
+    ``pack``: True packs the weights of bfloat16, without loss, to three quarters of their bytes: in host memory, on the
+    drive, and on the way to the device.  One with too many values outside of sixteen exponents in a row stays as it is.
+    "auto" lets plans choose.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
     device, is under a hook of accelerate or diffusers that moves its weights one by one, or lies in a checkpoint that cannot
     be read; weights that were cast before an error may stay cast.

@@ -20,8 +20,8 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
     values, stored = sum(b.host.nbytes for b in packed), sum(b.nbytes for b in packed)
     said = [f"{len(packed)} of {len(buffers)} weights are packed, {size(values)} of them in {size(stored)}"]
     raw = [buffer for buffer in buffers if buffer.packed is None]
-    other = Counter(str(b.host.dtype).removeprefix("torch.") for b in raw if b.host.dtype is not torch.bfloat16)
-    said += [f"{count} stay as they are, because they are {dtype}" for dtype, count in sorted(other.items())]
+    kinds = Counter(str(b.host.dtype).removeprefix("torch.") for b in raw if b.host.dtype is not torch.bfloat16)
+    others = [f"{count} of {dtype}" for dtype, count in sorted(kinds.items())]
     if full := sum(b.host.dtype is torch.bfloat16 and not b.packable for b in raw):
-        said.append(f"{full} stay as they are, because packing would not make them smaller, or a program needs them so")
-    return ("; ".join(said),)
+        others.append(f"{full} of bfloat16 that would not be smaller, or that a program needs raw")
+    return ("; ".join([*said, f"raw are {', '.join(others)}"] if others else said),)

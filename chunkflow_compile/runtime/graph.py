@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.pack import packable
+from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
@@ -190,7 +190,7 @@ class CompiledGraph:
 
         One that several regions read, or that the graph returns, is wanted raw, and raw is what cannot be packed.
         """
-        able, wanted = packable(self.codes.first.cut), current.code.packed if self._packs else frozenset()
+        able, wanted = takes_packed(self.codes.first.cut), current.code.packed if self._packs else frozenset()
         forms = set[str]()
         for name, parameter in parameters.items():
             if (buffer := buffer_of(parameter)) is None:

@@ -1,7 +1,7 @@
 """Where a model's weights live: in host memory, as tensors that work like any other.
 
 In: weights to offload.  Out: host tensors that a device copies from, and at the end the weights as they were.
-Read: host_weight (the tensor), host_buffer (its memory, and the protocol by which this room knows devices), backing (where
-that lies), host_store, loader, leaves, modules, guards.
+Read: host_weight (the tensor), host_buffer (its memory), packed, backing (where that lies), pinning (with the protocol by
+which this room knows devices), host_store, loader, leaves, modules, guards.
 ``runtime`` stands above this room, ``model`` above both.
 """

@@ -65,6 +65,12 @@ def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
+def same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same view of one memory."""
+    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return same and one.data_ptr() == other.data_ptr()
+
+
 def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """What ``view`` is of a contiguous tensor, of ``whole``, which has as many bytes in other memory."""
     if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():

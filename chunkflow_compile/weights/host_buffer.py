@@ -31,12 +31,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -46,57 +44,13 @@ from chunkflow_compile.units import size
 
 from .backing import Backing, Where
 from .bytes import alias, flat_bytes, in_one_memory, part_of, uses
-from .counts import Counts
-from .limits import Room, no_room
+from .limits import no_room
 from .mapping import close_pages
 from .packed import Packed
+from .pinning import HostReader, Pins
 from .source import DriveBytes, Source
 from .staging import GpuStagings
-
-# Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
-_RETRY_S = 0.2
-
-
-class HostReader(Protocol):
-    """A device whose copies read host memory; the devices are in ``runtime``.  ``closed``: whether its streams are closed."""
-
-    name: str
-    closed: bool
-
-    def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
-
-    def sync_copies(self) -> None:
-        """Wait for the copies that delivered steps read: after that the host may write to their source."""
-
-
-class Store(Protocol):
-    """A placed model, as its weights know it.  The store knows more (host_store.py)."""
-
-    device: torch.device
-    pins: bool
-    turn: tuple[int, int] | None
-    counts: Counts
-    exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
-
-    def quiet(self) -> AbstractContextManager[object]: ...
-
-    def end_programs(self) -> None: ...
-
-    def warn_of_raw(self, buffer: HostBuffer) -> None: ...
-
-    def mark_exported_dirty(self) -> None: ...
-
-    @property
-    def root(self) -> Any: ...
-
-    def room(self, budget: int | None) -> Room: ...
-
-    def disable_pinning(self, buffer: HostBuffer, cause: str) -> None: ...
-
-    def warn_over_bound(self, name: str, how: str, more: int = 0) -> None: ...
-
-    def count(self, name: str, nbytes: int) -> None: ...
+from .store import Store
 
 
 class Life:
@@ -135,8 +89,7 @@ class HostBuffer:
         self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
         self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
-        self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], HostBuffer] | None = None
-        self._copied_by: list[HostReader] = []
+        self._pins = Pins()
 
     def join(self, store: Store, names: tuple[str, ...], origin: torch.device, host: torch.Tensor, weight: Any) -> None:
         """Be in a store from now on, as the memory of the HostWeight ``weight``, whose values are in ``host``."""
@@ -284,7 +237,7 @@ class HostBuffer:
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values, for a state_dict: what writes it may go unnoticed, see :meth:`Store.mark_exported_dirty`.
 
-        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no room for one.
+        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no room.
         """
         self.check()
         backing = self._backing
@@ -352,17 +305,18 @@ class HostBuffer:
             self.packable = self.is_packed
         return self.is_packed
 
-    def unpack(self, leaves: bool = False) -> None:
+    def unpack(self, leaves: bool = False, lazily: bool = False) -> None:
         """Let the weight be raw from now on, at the same address.  Holds up programs as :meth:`write`.
 
-        ``leaves``: whether it leaves the store.  Raises ChunkflowError if there is no room, or the file has changed.
+        ``leaves``: whether it leaves the store.  ``lazily``: whether it takes its memory where there may be no room.
+        Raises ChunkflowError if there is no room, or the file has changed.
         """
         with self._quiet():
             self.sync_copies()
             backing = self._backing
             if isinstance(backing, Packed):
                 self.check()
-                backing.open(self.name)
+                backing.open(self.name, lazily)
                 self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
@@ -420,19 +374,19 @@ class HostBuffer:
 
     @property
     def pinned(self) -> bool:
-        return self._unpin is not None
+        return self._pins.pinned
 
     @property
     def should_pin(self) -> bool:
         """Whether there is host memory to pin, and it is not pinned."""
-        return self._unpin is None and self.store.pins and self.drive is None
+        return not self.pinned and self.store.pins and self.drive is None
 
     def pin(self, device: HostReader, fits: bool = True) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.
 
         ``fits``: whether there is room for it; if not, the device copies it as it is.
         """
-        self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
+        self._pins.add(device)
         if not self.should_pin:
             return
         if self.where is Where.FILE_WRITTEN:
@@ -440,48 +394,19 @@ class HostBuffer:
         if not fits:
             return
         try:
-            # a model that is dropped without restore must not leave its pages pinned after they are unmapped
-            self._unpin = weakref.finalize(self, _unpin, self._copied_by, self._pinned(device))
-            self._unpin.atexit = False
+            self._pins.pin(self.stored, device, self, again=self.where is Where.SHARED)
         except OSError as error:
             self.store.disable_pinning(self, str(error))
 
-    def _pinned(self, device: HostReader) -> Callable[[], None]:
-        """Pin, twice if need be: the kernel may refuse pages that another rank pins at the moment."""
-        try:
-            return device.pin(self.stored)
-        except OSError:
-            if self.where is not Where.SHARED:
-                raise
-            time.sleep(_RETRY_S)
-            return device.pin(self.stored)
-
     def unpin(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+        self._pins.unpin()
 
     def sync_copies(self) -> None:
         """Wait for the copies that read the host memory for steps that have returned."""
-        for device in self._copied_by:
-            device.sync_copies()
+        self._pins.sync_copies()
 
 
 def buffer_of(tensor: object) -> HostBuffer | None:
     """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
     buffer = getattr(tensor, "__dict__", {}).get("buffer")
     return buffer if isinstance(buffer, HostBuffer) and buffer.is_of(tensor) else None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
-def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
-    """Unpin after the copies that read the memory.  A failed device must not prevent restoring the model."""
-    try:
-        for device in devices:
-            with contextlib.suppress(ChunkflowError):
-                device.sync_copies()
-    finally:
-        try:
-            undo()
-        except OSError as error:
-            warnings.warn(f"Host memory could not be unpinned and stays pinned: {error}.", stacklevel=2)

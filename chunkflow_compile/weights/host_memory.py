@@ -10,8 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import platform
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,25 +17,21 @@ from typing import Any
 import torch
 
 from .bytes import as_weight, cast_on_this_thread, copy_host_bytes, flat_bytes
+from .mapping import for_copies
 from .staging import GpuStagings
 
 # Elements that are cast at a time.
 _CAST = 1 << 22
-# Since this version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to such a
-# page moved the parent to a copy, while the device went on reading the old one.
-_FORKS_COPY_PINNED = [5, 12]
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:
     """A host tensor of the shape, strides and dtype of a dense one, in pages of its own, which no thread has written."""
     if not like.numel():
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
-            pages.madvise(mmap.MADV_DONTFORK)
-    return as_weight(torch.frombuffer(pages, dtype=torch.uint8)[: like.nbytes], like)
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes]
+    for_copies(pages)
+    return as_weight(pages, like)
 
 
 def fill(target: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagings: GpuStagings) -> None:

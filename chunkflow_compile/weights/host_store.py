@@ -18,14 +18,16 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .backing import Where
+from .bytes import same_place
 from .counts import Counts
 from .exchange import become
-from .host_buffer import HostBuffer, HostReader
+from .host_buffer import HostBuffer
 from .host_weight import HostWeight, like
 from .leaves import leaves_of, named_leaves
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
+from .pinning import HostReader
 from .progress import moving
 from .staging import GpuStagings
 
@@ -108,6 +110,8 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
                 buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
+                if buffer.is_packed and not same_place(tensor.host, buffer.host):
+                    buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
             placed = loader.place(names[0], tensor)
@@ -166,8 +170,11 @@ class HostStore:
             for buffer in reversed(buffers):
                 if (weight := weights.get(buffer)) is not None:
                     target = device or buffer.origin
-                    if failed and target.type == "cpu" and buffer.where is Where.SHARED:
-                        buffer.make_private(lazily=True)  # there may be no room, which may be why the move has failed
+                    if failed and target.type == "cpu":  # there may be no room, which may be why the move has failed
+                        if buffer.is_packed:
+                            buffer.unpack(leaves=True, lazily=True)
+                        elif buffer.where is Where.SHARED:
+                            buffer.make_private(lazily=True)
                     give_back(weight, target, stagings)
                 elif buffer.is_packed:
                     buffer.unpack(leaves=True)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import in_one_memory, ordinary
+from .bytes import in_one_memory, ordinary, same_place
 from .exchange import STATE
 from .host_buffer import HostBuffer
 from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
@@ -253,7 +253,7 @@ class HostWeight(torch.Tensor):
             host, buffer = value.host, value.buffer
         else:
             host, buffer = value.detach().to("cpu"), None
-        if buffer is self.buffer and _same_place(host, self.host):
+        if buffer is self.buffer and same_place(host, self.host):
             return  # p.data += x has written the memory already
         part = buffer is self.buffer  # another view of its own memory, which no longer has all bytes of its backing
         if part:
@@ -330,11 +330,6 @@ def with_index(device: torch.device) -> torch.device:
     """The device that ``cuda`` stands for on this thread; any other as it is."""
     unnamed = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
-
-
-def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-    return same and one.data_ptr() == other.data_ptr()
 
 
 def like(tensor: torch.Tensor, weight: HostWeight) -> Any:

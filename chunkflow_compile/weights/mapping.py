@@ -8,6 +8,8 @@ import fcntl
 import functools
 import mmap
 import os
+import platform
+import re
 import weakref
 from typing import Any
 
@@ -17,7 +19,10 @@ PAGE = mmap.PAGESIZE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _FAILED = 2**64 - 1
-_DONTNEED, _HUGE = 4, 14  # of madvise
+_DONTFORK, _HUGE = 10, 14  # of madvise
+# Since this version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to such a
+# page moved the parent to a copy, while the device went on reading the old one.
+_FORKS_COPY_PINNED = [5, 12]
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
@@ -53,8 +58,15 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:
-    """Ask for huge pages in a mapping of shared memory: fewer to make, to pin, and to name in a read of the drive."""
+    """Ask for huge pages in a mapping: fewer to make, to pin, and to name in a read of the drive."""
     _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # no matter where the kernel has no such pages
+
+
+def for_copies(pages: torch.Tensor) -> None:
+    """Advise the kernel on memory of this process alone that a GPU is going to copy from."""
+    prefer_huge_pages(pages)
+    if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
+        _libc().madvise(pages.data_ptr(), pages.nbytes, _DONTFORK)
 
 
 @functools.cache
@@ -84,27 +96,26 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0) -> None:
+def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0, access: int = _ACCESS) -> None:
     """Map a file privately at the address of ``host``, whole pages: views of it stay views.  None: memory without a file.
 
-    If the kernel refuses, nothing has changed.
+    ``access``: to it, as mmap takes it.  If the kernel refuses, nothing has changed.
     """
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
-    _libc().mmap(host.data_ptr(), whole_pages(host.nbytes), _ACCESS, kind, number, offset)
+    _libc().mmap(host.data_ptr(), whole_pages(host.nbytes), access, kind, number, offset)
 
 
 def close_pages(host: torch.Tensor) -> None:
     """Give up the memory of a tensor on whole pages of its own.  Its addresses stay, and to touch them ends the process."""
-    system, size = _libc(), whole_pages(host.nbytes)
-    if not system.mprotect(host.data_ptr(), size, 0):
-        system.madvise(host.data_ptr(), size, _DONTNEED)
+    map_over(host, None, access=0)
 
 
 def open_pages(host: torch.Tensor) -> None:
     """Let the closed pages of a tensor be touched again; they are zero.  Raises OSError if the kernel refuses."""
     if _libc().mprotect(host.data_ptr(), whole_pages(host.nbytes), _ACCESS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for_copies(host)
 
 
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:

@@ -115,9 +115,10 @@ class Packed(Backing):
                 self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
                 close_pages(self.host)
 
-    def open(self, name: str) -> None:
-        """Give the values memory again, for a write or from now on.  Raises ChunkflowError if there is no room."""
-        cause = no_room(self.host.nbytes)
+    def open(self, name: str, lazily: bool = False) -> None:
+        """Give the values memory again, for a write or from now on.  Raises ChunkflowError if there is no room, ``lazily``
+        only if the kernel says so."""
+        cause = None if lazily else no_room(self.host.nbytes)
         try:
             if cause is None:
                 open_pages(self.host)

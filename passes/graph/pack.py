@@ -22,13 +22,18 @@ from .keys import structural_key
 from .regions import Cut, CutRegion, cost_at, problem_at
 
 
-def packable(cut: Cut) -> frozenset[str]:
-    """The weights that are worth packing: streamed, bfloat16, contiguous, read by one region, and not small.
+def takes_packed(cut: Cut) -> frozenset[str]:
+    """The weights that a graph can take packed: streamed, bfloat16, contiguous, read by one region, and not small.
 
     One that several regions read would be unpacked by each.
     """
     fit = (w for w in cut.problem.weights if w.keep is None and len(w.uses) == 1 and can_pack(w))
     return frozenset(weight.name for weight in fit)
+
+
+def packable(cut: Cut) -> frozenset[str]:
+    """Those of :func:`takes_packed` that are packed, or can be where they lie."""
+    return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.packable}
 
 
 def can_pack(weight: Weight) -> bool:

@@ -92,12 +92,12 @@ def _in_thread(work: Callable[[], Any]) -> None:
     thread.join()
 
 
-def attempt_all(rank: int, path: str) -> None:
+def attempt_all(rank: int, path: str, pack: bool) -> None:
     """Writes to a file what each attempt says."""
     with open(path, "w", buffering=1) as file:  # by lines: the process may end
         for name, attempt in ATTEMPTS.items():
             model = twins(Stack)[0]
-            offload(model, min_bytes=1024)
+            offload(model.bfloat16() if pack else model, min_bytes=1024, pack=pack)
             try:
                 attempt(model.blocks[0].up.weight, model)
                 file.write(f"{name}: done\n")

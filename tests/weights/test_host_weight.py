@@ -210,10 +210,11 @@ def test_random_sequences_of_operations(seed: int, no_grad: None) -> None:
     assert moved > 0
 
 
-def test_nothing_ends_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", [False, True])
+def test_nothing_ends_the_process(tmp_path: Path, pack: bool) -> None:
     """Each of fifty hostile reads and writes is right, or an error, and the model can be restored."""
     said = tmp_path / "said"
-    assert run_all(attempt_all, str(said), ranks=1) == [0], said.read_text()[-500:]
+    assert run_all(attempt_all, str(said), pack, ranks=1) == [0], said.read_text()[-500:]
     lines = said.read_text().splitlines()
     assert [line.partition(": ")[0] for line in lines] == [*ATTEMPTS]
     assert "data_ptr: ChunkflowError: data_ptr() needs the memory of blocks.0.up.weight on cpu, but" in lines[0]

@@ -239,7 +239,7 @@ def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) 
 
 def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
-    monkeypatch.setattr("chunkflow_compile.weights.host_buffer._RETRY_S", 0.0)
+    monkeypatch.setattr("chunkflow_compile.weights.pinning._RETRY_S", 0.0)
     device, store, refused = Reader(), buffers[0].store, list[int]()
     plain, store.turn = device.pin, (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)

@@ -34,6 +34,7 @@ from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.mapping import PAGE, whole_pages
+from chunkflow_compile.weights.staging import GpuStagings
 
 BF16 = torch.bfloat16
 NAME, OTHER = "blocks.0.up.weight", "blocks.1.down.weight"
@@ -116,6 +117,52 @@ def test_it_is_written_as_any_other() -> None:
                 torch.manual_seed(1)
                 work(m)
             assert same(model, twin), what
+
+
+def test_it_is_read_and_written_in_any_mode() -> None:
+    model, twin = pair()
+    for mode in (torch.inference_mode(), torch.device("meta"), torch.enable_grad()):
+        with mode:
+            for m in (model, twin):
+                m.get_parameter(NAME).mul_(2)
+                m.get_parameter(NAME)[1:].add_(1)
+            assert same(model, twin)
+            assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
+    assert packed(model) == {*buffers(model)}
+    restore(model)
+    assert same(model, twin)
+
+
+def test_it_is_trained() -> None:
+    """Gradients by eager ops, and steps of an optimizer that writes all weights in one op."""
+    model, twin = pair()
+    with torch.enable_grad():
+        runs = [
+            (m, torch.optim.AdamW(m.requires_grad_(True).parameters(), lr=1e-2, foreach=True)) for m in (model, twin)
+        ]
+        for _ in range(3):
+            x = torch.randn(4, 8).to(BF16)
+            for m, optimizer in runs:
+                optimizer.zero_grad()
+                m(x).square().sum().backward()
+                optimizer.step()
+            assert same(model, twin)
+    assert packed(model)
+
+
+def test_a_part_takes_the_place_of_the_whole() -> None:
+    """As memory that is shared, or exchanged: the bytes stay, and the weight is raw."""
+    model, twin = pair()
+    for m in (model, twin):
+        weight, other = m.get_parameter(NAME), m.get_parameter(OTHER)
+        weight.data = weight.data[:32]
+        torch.utils.swap_tensors(other, nn.Parameter(other.cpu().clone() * 2, requires_grad=False))
+    assert same(model, twin) and not buffers(model)[NAME].packable
+    for m in (model, twin):
+        m.get_parameter(NAME).mul_(2)
+    assert same(model, twin) and packed(model) == {"blocks.0.down.weight", "blocks.1.up.weight"}
+    restore(model)
+    assert same(model, twin)
 
 
 def test_what_does_not_fit_is_raw_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,6 +249,41 @@ def test_it_is_packed_and_unpacked_in_its_place() -> None:
     for m in (model, twin):
         m.get_parameter(OTHER).mul_(2)
     assert torch.equal(kept[0], twin.get_parameter(OTHER)[1:])
+
+
+class Reader:
+    """A device that copies from pinned memory."""
+
+    name, closed = "cuda", False
+
+    def __init__(self) -> None:
+        self.pinned: list[int] = []
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        self.pinned.append(host.data_ptr())
+        return lambda: self.pinned.remove(host.data_ptr())
+
+    def sync_copies(self) -> None:
+        pass
+
+
+def test_programs_copy_what_is_stored() -> None:
+    """It is pinned, and a resident copy has the same form."""
+    model, twin = pair()
+    buffer, device, arena = buffers(model)[NAME], Reader(), Reader()
+    buffer.pin(device)
+    assert device.pinned == [buffer.stored.data_ptr()] != [buffer.host.data_ptr()]
+    resident = buffer.resident(GpuStagings(), arena)
+    assert torch.equal(resident, buffer.stored) and resident.dtype == torch.int32
+    for m in (model, twin):
+        m.get_parameter(NAME).mul_(2)
+    assert buffer.on_device is None and buffer.resident(GpuStagings(), arena) is resident, "renewed in place"
+    assert torch.equal(resident, buffer.stored) and buffer.pinned and len(device.pinned) == 1
+    buffer.unpack()
+    assert not device.pinned and buffer.on_device is None
+    assert torch.equal(buffer.resident(GpuStagings(), arena), twin.get_parameter(NAME))
+    buffer.pin(device)
+    assert device.pinned == [buffer.host.data_ptr()] and same(model, twin)
 
 
 def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +494,27 @@ def test_a_checkpoint_that_changes_while_it_is_packed(saved: str, monkeypatch: p
     with pytest.raises(ChunkflowError, match="was changed while its weights were read"):
         offload(model, min_bytes=LEAST, pack=True)
     assert placement_of(model) is None and same(model, load_stack(saved))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_move_that_fails_is_undone(saved: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is no more room than the weights had before."""
+    model = load_stack(saved) if mapped else in_memory(load_stack(saved))
+    pack, done, no_memory = loader.pack_into, list[bool](), full()
+
+    def packs(*args: Any) -> bool:
+        if len(done) == 5:
+            no_memory.__enter__()
+            raise ChunkflowError("it fails")
+        done.append(pack(*args))
+        return done[-1]
+
+    monkeypatch.setattr(loader, "pack_into", packs)
+    with pytest.raises(ChunkflowError, match="it fails"):
+        offload(model, min_bytes=LEAST, pack=True)
+    no_memory.__exit__(None, None, None)
+    assert all(done) and placement_of(model) is None and not any(isinstance(p, HostWeight) for p in model.parameters())
+    assert same(model, load_stack(saved))
 
 
 def on_two_ranks(rank: int, file: str, host_memory: int | None) -> None:

@@ -1,0 +1,41 @@
+"""The protocol by which weights know the placed model that they are in; ``host_store.py`` fulfils it."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from .counts import Counts
+from .limits import Room
+
+
+class Store(Protocol):
+    """A placed model, as its weights know it.  ``buffer``: a HostBuffer, whose module imports this one."""
+
+    device: torch.device
+    pins: bool
+    turn: tuple[int, int] | None
+    counts: Counts
+    exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]]
+
+    def quiet(self) -> AbstractContextManager[object]: ...
+
+    def end_programs(self) -> None: ...
+
+    def warn_of_raw(self, buffer: Any) -> None: ...
+
+    def mark_exported_dirty(self) -> None: ...
+
+    @property
+    def root(self) -> Any: ...
+
+    def room(self, budget: int | None) -> Room: ...
+
+    def disable_pinning(self, buffer: Any, cause: str) -> None: ...
+
+    def warn_over_bound(self, name: str, how: str, more: int = 0) -> None: ...
+
+    def count(self, name: str, nbytes: int) -> None: ...
