@@ -89,14 +89,14 @@ REGIMES: Mapping[str, Regime] = {
         shows="few tokens: copies cannot be hidden, and more memory means more speed",
     ),
     "packed": Regime(
-        size=Size(layers=10, frames=1, height=16, width=8, **_PACKED_WIDTH),
+        size=Size(layers=12, frames=1, height=8, width=8, **_PACKED_WIDTH),
         load=4.0,
         arms=("resident", "chunkflow", "chunkflow+pack", "chunkflow@44%", "chunkflow@44%+pack"),
         shows="the link is the bound: weights that are packed, in 6 % and 50 % of the weight memory",
         **_PACKED,
     ),
     "packed-hidden": Regime(
-        size=Size(layers=10, frames=1, height=16, width=16, **_PACKED_WIDTH),
+        size=Size(layers=12, frames=1, height=16, width=8, **_PACKED_WIDTH),
         load=0.5,
         arms=("resident", "chunkflow", "chunkflow+auto", "chunkflow+pack"),
         shows="compute is the bound: no weight is packed unless it is asked for",

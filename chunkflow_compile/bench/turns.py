@@ -30,6 +30,7 @@ from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.pack import packable
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.passes.placement.pack_choice import chosen
 from chunkflow_compile.passes.plan import Plan
@@ -128,7 +129,7 @@ class Turns:
         link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
         measured = {frozenset[str](): (self._newest.code, self._calibrate())}
-        if self._packs:
+        if any(arm.pack for arm in job.arms):
             packed, times = self._calibrate_packed()
             measured[packed.packed] = packed, times
         self.progress.update()
@@ -168,7 +169,8 @@ class Turns:
     def _compile(self) -> None:
         """Build the model on the device, lower every region, and run one step."""
         self.model, self.inputs = build(self.job, self.device)
-        offload(self.model, self.device)
+        pack: Pack = "auto" if any(arm.pack for arm in self.job.arms) else False  # raw at first
+        offload(self.model, self.device, pack=pack)
         options: dict[str, Any] = {
             "policy": RESIDENT,
             "hardware": str(self.profile),
@@ -177,24 +179,19 @@ class Turns:
             "dump": self.job.dump,
             "lowering": self.job.lowering,
             "group_bytes": self.job.regime.group_bytes,
-            "pack": "auto"
-            if self._packs
-            else False,  # a resident step packs nothing, but its weights may be packed later
+            "pack": pack,
         }
         self.compiled = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=options)
         self.compiled(**self.inputs(0))
         self._current = self._newest.call.current
 
-    @property
-    def _packs(self) -> bool:
-        return any(arm.pack for arm in self.job.arms)
-
     def _use(self, code: Code) -> None:
         """Let the next call run this code, on weights in the form that it reads."""
         for name, parameter in self.model.named_parameters():
             buffer = buffer_of(parameter)
-            if buffer is not None and buffer.packed is not None and name not in code.packed:
-                buffer.unpack()  # the call packs those that it wants
+            if buffer is not None and buffer.is_packed and name not in code.packed:
+                buffer.unpack()
+                buffer.packable = True  # by the call of another arm
         self._current.code = code
 
     def _hold_pace(self) -> LinkLoad | None:
