@@ -316,8 +316,11 @@ class HostBuffer:
             backing = self._backing
             if isinstance(backing, Packed):
                 self.check()
-                backing.open(self.name, lazily)
-                self._become_raw()
+                try:
+                    backing.open(self.name, lazily)
+                finally:
+                    if backing.is_open:  # also after an interrupt
+                        self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
             self.packable = False
