@@ -293,6 +293,8 @@ class HostBuffer:
         with self._quiet():
             self.sync_copies()
             raw = self._backing
+            if self._used and self._store is not None:
+                self._store.end_programs()  # they refer to what they copy
             self.packable = self.fill is None and not self._used and raw.where is Where.OWN
             packed = Packed.of(self.host) if self.packable else None
             if packed is not None:
