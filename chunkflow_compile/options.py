@@ -20,6 +20,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
     POLICIES,
+    Pack,
     Policy,
     Yield,
 )
@@ -114,6 +115,11 @@ class Options:
     those of several ranks, too; experimental.  A call that cannot be recorded is issued op by op, and a warning says why.
     mode="reduce-overhead" and "max-autotune" mean True."""
 
+    pack: Pack = False
+    """Whether weights in bfloat16 are packed, without loss, in three quarters of their bytes, and unpacked on the device by
+    the region that reads them.  True: all that can be.  "auto": those with which the step is predicted to be shorter within
+    memory; where copies are hidden anyway, none.  A model placed by offload(pack=True) stays packed in any case."""
+
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
@@ -135,6 +141,7 @@ class Options:
             ("lowering", get_args(Lowering)),
             ("yields", get_args(Yield)),
             ("cudagraphs", get_args(CudaGraphsWanted)),
+            ("pack", get_args(Pack)),
         ):
             if getattr(self, name) not in allowed:
                 listed = ", ".join(map(str, allowed))
@@ -167,6 +174,8 @@ class Options:
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
         check_goal(self.policy, self.memory, self.slowdown, self.yields)
+        if self.pack is True and self.policy == "resident":
+            raise ChunkflowError("pack=True with policy='resident', which copies nothing: leave out one of the two.")
         if self.plan is not None and (self.memory is not None or self.slowdown is not None):
             raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
         if self.plan is not None and self.replan_after:
@@ -217,6 +226,7 @@ class Options:
             timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
             joined="auto" if self.cudagraphs == "auto" else bool(self.cudagraphs),
+            pack=self.pack,
         )
 
 

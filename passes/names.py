@@ -20,6 +20,9 @@ POLICIES: tuple[Policy, ...] = (
 # "auto": the better one on the timeline.
 Yield = Literal["auto", "soft", "hard"]
 
+# Whether weights are packed without loss (packing.py): "auto" packs those with which a step is predicted to be shorter.
+Pack = Literal[False, True, "auto"]
+
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 

@@ -10,10 +10,10 @@ A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
     escapes     ``room`` words of two values, then the ``room`` positions of these words; unused ones repeat another
     base        the exponent of code 0
 
-A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row k // 2,
-and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what a GPU
-reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words, and a
-second one of the escapes, which writes into the result of the first.
+A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row
+k // 2, and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what
+a GPU reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words,
+and a second one of the escapes, which writes into the result of the first.
 
 The op ``unpack`` stands before the reader of a packed weight, in its region.  Inductor keeps code by the op's name and
 arguments: another layout needs another name.
@@ -101,44 +101,34 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
 
 def _base(bits: torch.Tensor) -> int:
     """The exponent from which sixteen in a row cover most of a sample."""
-    sample = bits[:: max(1, len(bits) // _SAMPLE)].to(torch.int64)
+    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step comes to every column
     counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
     return int(counts.unfold(0, 16, 1).sum(1).argmax())
 
 
 def _pack_piece(flat: torch.Tensor, layout: Layout, base: int, first: int, out: torch.Tensor) -> torch.Tensor:
     """Pack some frames; return the positions of their words with an escape."""
-    h, found = layout.h, [torch.empty(0, dtype=torch.int64)]
-    signs, codes, other = (torch.empty(4, h, dtype=torch.int32) for _ in range(3))
-    for frame in range(first, min(first + _PIECE, layout.frames)):
-        begin = 8 * h * frame
-        words = _as_words(flat[begin : begin + 8 * h], 4 * h).view(4, h)
-        into = out[3 * h * frame :]
-        torch.bitwise_right_shift(words, 8, out=other)
-        other.bitwise_and_(_SIGNS)
-        torch.bitwise_and(words, _MANTISSAS, out=signs)
-        signs.bitwise_or_(other)
-        pairs = signs.view(2, 2, h)
-        shifted = torch.bitwise_left_shift(pairs[:, 1], 8, out=other[:2])
-        torch.bitwise_or(pairs[:, 0], shifted, out=into[: 2 * h].view(2, h))
-        torch.bitwise_right_shift(words, 7, out=codes)
-        codes.bitwise_and_(_EXPONENTS)
-        # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
-        codes.add_((256 - base) * _BOTH).bitwise_xor_(256 * _BOTH)
-        escaped = torch.bitwise_and(codes, _OUTSIDE, out=other)
-        if escaped.any():
-            found.append(escaped.view(-1).nonzero().view(-1) + 4 * h * frame)
-        codes.bitwise_and_(_CODES)
-        nibbles = into[2 * h : 3 * h].copy_(codes[0])
-        for row in (1, 2, 3):
-            nibbles.bitwise_or_(codes[row].bitwise_left_shift_(4 * row))
-    return torch.cat(found)
+    h, frames = layout.h, min(_PIECE, layout.frames - first)
+    words = _as_words(flat[8 * h * first :][: 8 * h * frames], 4 * h * frames, base).view(frames, 4, h)
+    into = out[3 * h * first :][: 3 * h * frames].view(frames, 3, h)
+    other = torch.bitwise_right_shift(words, 8).bitwise_and_(_SIGNS)
+    here = torch.bitwise_and(words, _MANTISSAS).bitwise_or_(other)
+    rows = here.view(frames, 2, 2, h)
+    torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(8), out=into[:, :2])
+    torch.bitwise_right_shift(words, 7, out=here).bitwise_and_(_EXPONENTS)
+    # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
+    here.add_((256 - base) * _BOTH).bitwise_xor_(256 * _BOTH)
+    escapes = torch.bitwise_and(here, _OUTSIDE, out=other).view(-1).nonzero().view(-1)
+    here.bitwise_and_(_CODES)
+    torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(4), out=other[:, :2])
+    torch.bitwise_or(other[:, 0], other[:, 1].bitwise_left_shift_(8), out=into[:, 2])
+    return escapes + 4 * h * first
 
 
-def _as_words(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Contiguous bfloat16 values as so many int32 words of two, with zeros after the last."""
+def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
+    """Contiguous bfloat16 values as so many int32 words of two, after the last with values that are no escapes."""
     if len(values) < 2 * count or values.storage_offset() % 2:
-        padded = torch.zeros(2 * count, dtype=torch.bfloat16)
+        padded = torch.full((2 * count,), base << 7, dtype=torch.int16).view(torch.bfloat16)
         padded[: len(values)] = values
         values = padded
     return values.view(torch.int32)

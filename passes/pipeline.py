@@ -1,7 +1,7 @@
 """Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
-regions     regions of pure compute between collectives            discover, cut
+regions     regions of pure compute between collectives            discover, cut, pack
 planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
@@ -10,16 +10,18 @@ verified    the same program, proved safe                          verify
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
 from chunkflow_compile.passes.graph.discover import discover
+from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.placement.coarsest import candidates, coarsest
+from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
+from chunkflow_compile.passes.placement.pack_choice import chosen, planned_for
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
@@ -29,7 +31,7 @@ from chunkflow_compile.passes.program.verify import Proof, verify
 
 from .errors import ChunkflowError
 from .hardware import Hardware
-from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Policy, StageName, Yield
+from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Pack, Policy, StageName, Yield
 from .plan import Plan
 from .problem import Problem
 
@@ -44,6 +46,8 @@ class Settings:
     ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
     takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if
     that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
+    ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
+    predicted to be shorter within ``memory``.
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
@@ -60,6 +64,7 @@ class Settings:
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
+    pack: Pack | frozenset[str] = False
     disabled: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -126,7 +131,8 @@ def join_loss(
     if settings.plan is not None:
         joined = free
     else:
-        memory = free.device_bytes + settings.outside if settings.memory is None else settings.memory
+        taken = free.device_bytes + settings.outside + problem.unpacked_bytes
+        memory = taken if settings.memory is None else settings.memory
         goal = replace(settings, memory=memory, slowdown=None, joined=True)
         joined = make_plan(problem, goal, inside=inside, ends=joins)
     simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
@@ -159,22 +165,44 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
-    """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs."""
-    finest = make_cut(traced, settings.group_bytes, settings.disabled)
-    if settings.group_bytes is not None or (settings.part and traced.repeats is None):
-        return finest
-    groups = _cut_before(finest, settings) or coarsest(
-        finest,
-        traced.repeats,
+    """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs.
+
+    Weights are packed as they say too.
+    """
+    finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
+    memory = settings.memory if repeats is None else repeats.memory
+    planned = judged(
+        finest.problem,
+        repeats,
         settings.memory,
         lambda problem, *, memory, ends=None: make_plan(
-            problem, replace(settings, memory=memory, part=False), inside=traced.repeats is not None, ends=ends
+            problem, replace(settings, memory=memory, part=False), inside=repeats is not None, ends=ends
         ),
     )
+    alone = settings.part and repeats is None  # a part that nothing here can judge
+    names = _packed_weights(finest, settings, None if alone or memory is None else planned)
+    finest = packed(finest, names)
+    if settings.group_bytes is not None or alone:
+        return finest
+    groups = _cut_before(finest, settings) or coarsest(finest, memory is not None, planned)
     if len(groups) == len(finest.regions):
         return finest
     views = "views" not in settings.disabled
-    return cut(traced, finest.discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+    again = cut(traced, finest.discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+    return packed(again, names)
+
+
+def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
+    """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
+    if not isinstance(settings.pack, str | bool):
+        return settings.pack & packable(finest)
+    if not settings.pack:
+        return frozenset()
+    if settings.plan is not None:
+        return planned_for(finest, settings.plan)
+    if settings.pack is True:
+        return packable(finest)
+    return frozenset() if planned is None or settings.timings is not None else chosen(finest, planned)
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:

@@ -17,7 +17,7 @@ class Parameter:
     ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
     for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
     ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``drive``: whether its bytes are on
-    the drive.
+    the drive.  ``packed``: whether they are packed (packing.py); ``packable``: whether they can be, as far as is known.
     """
 
     index: int
@@ -25,6 +25,8 @@ class Parameter:
     keep: str | None = None
     inside: str = ""
     drive: bool = False
+    packed: bool = False
+    packable: bool = True
 
     @property
     def key(self) -> tuple[int, str]:
@@ -37,8 +39,8 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as the step sees it.  ``uses``: indices of the regions that read it, ascending.  ``drive``: whether its
-    bytes are on the drive."""
+    """A parameter as the step sees it.  ``nbytes``: what is stored and copied.  ``uses``: indices of the regions that read
+    it, ascending.  ``drive``: whether its bytes are on the drive.  ``packed``: bytes of its values if they are packed."""
 
     name: str
     names: tuple[str, ...]
@@ -50,6 +52,7 @@ class Weight:
     uses: tuple[int, ...]
     keep: str | None
     drive: bool = False
+    packed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,11 @@ class Problem:
         return sum(w.nbytes for w in self.weights)
 
     @property
+    def unpacked_bytes(self) -> int:
+        """Most bytes of values that a region has unpacked at a time, beside the weights: one weight after the other."""
+        return max((w.packed for w in self.weights), default=0)
+
+    @property
     def in_blocks(self) -> Problem:
         """The part inside blocks, which is what runs if each block is compiled on its own (compile_repeated_blocks)."""
         inside = [r.index for r in self.regions if r.block]
@@ -178,4 +186,6 @@ class Problem:
             body["engines"] = engines
         if drive := sorted(w.name for w in self.weights if w.drive):
             body["drive"] = drive
+        if packed := sorted(w.name for w in self.weights if w.packed):
+            body["packed"] = packed
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]

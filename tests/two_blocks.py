@@ -30,6 +30,15 @@ def stack() -> tuple[nn.Module, dict[str, Any]]:
     return Stack(), {"x": torch.randn(4, 8)}
 
 
+def packable() -> tuple[nn.Module, dict[str, Any]]:
+    """Weights in bfloat16 that are large enough to be packed."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return Stack(4, 256), {"x": torch.randn(64, 8)}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def untraceable() -> tuple[nn.Module, dict[str, Any]]:
     """A model whose forward depends on values."""
 

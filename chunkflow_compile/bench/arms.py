@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import POLICIES, Policy
+from chunkflow_compile.passes.names import POLICIES, Pack, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
@@ -21,6 +21,7 @@ from .peers import PEER_ARMS
 MISJUDGED, REPLANNED = "misjudged", "replanned"
 WRONG_BY = 2.0
 REPLAN_AFTER = 2
+_FORMS: Mapping[str, Pack] = {"pack": True, "auto": "auto"}
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Arm:
     """``policy``: None for a peer, which does not run ChunkFlow.
 
     ``residency``: a share of the blocks, 0 to 1, whose bytes are added to the budget; None for the budget without them.
+    ``pack``: whether weights are packed; "auto" where that is predicted to be faster, by measured times.
     """
 
     name: str
     policy: Policy | None
     residency: float | None = None
+    pack: Pack = False
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -45,6 +48,9 @@ def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
 def _parse(name: str) -> Arm:
     if name in PEER_ARMS:
         return Arm(name, None)
+    planned, _, form = name.partition("+")
+    if form in _FORMS and planned.partition("@")[0] == "chunkflow":
+        return replace(_parse(planned), name=name, pack=_FORMS[form])
     policy, at, share = name.partition("@")
     if policy in (MISJUDGED, REPLANNED) and not at:
         return Arm(name, "chunkflow")
@@ -54,7 +60,8 @@ def _parse(name: str) -> Arm:
         raise ChunkflowError(
             f"--arms: there is no arm {name!r}. Use {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
             f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
-            f"blocks; with --device cuda also {', '.join(PEER_ARMS)}."
+            f"blocks; chunkflow+pack or chunkflow+auto, with or without a share, for packed weights; with --device cuda also "
+            f"{', '.join(PEER_ARMS)}."
         )
     if not at:
         return Arm(name, parsed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from chunkflow_compile.catalog.sizes import Size
 
@@ -26,7 +27,7 @@ class Regime:
     a family, for a model that a :class:`Job` names.
 
     ``shows``: what the measurement demonstrates.  ``most``: largest share of all weight bytes for the budget of
-    chunkflow, which is otherwise the bytes of layerwise.
+    chunkflow, which is otherwise the bytes of layerwise.  ``dtype``: of the model.  ``group_bytes``: the option.
     """
 
     family: str = ""
@@ -36,11 +37,22 @@ class Regime:
     arms: tuple[str, ...]
     shows: str
     most: float = 1.0
+    dtype: str = "float32"
+    group_bytes: int | None = None
 
 
 # 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
 _WAN_WIDTH = {"heads": 8, "head_dim": 64, "text": 64}
 _CHUNK = 1 << 20
+# 768 wide: 1.1 MiB in bfloat16; cut so that a region reads one weight, as of models whose weights are larger.
+_PACKED_WIDTH = {"heads": 12, "head_dim": 64, "text": 64}
+_PACKED: Mapping[str, Any] = {
+    "family": "wan",
+    "dtype": "bfloat16",
+    "chunk_bytes": _CHUNK // 4,
+    "group_bytes": 1,
+    "most": 0.06,
+}
 
 REGIMES: Mapping[str, Regime] = {
     "compute-rich": Regime(
@@ -75,6 +87,20 @@ REGIMES: Mapping[str, Regime] = {
         chunk_bytes=_CHUNK,
         arms=("resident", *(f"{p}@{b}%" for b in BUDGETS for p in ("layerwise-prefix", "chunkflow"))),
         shows="few tokens: copies cannot be hidden, and more memory means more speed",
+    ),
+    "packed": Regime(
+        size=Size(layers=10, frames=1, height=16, width=8, **_PACKED_WIDTH),
+        load=4.0,
+        arms=("resident", "chunkflow", "chunkflow+pack", "chunkflow@44%", "chunkflow@44%+pack"),
+        shows="the link is the bound: weights that are packed, in 6 % and 50 % of the weight memory",
+        **_PACKED,
+    ),
+    "packed-hidden": Regime(
+        size=Size(layers=10, frames=1, height=16, width=16, **_PACKED_WIDTH),
+        load=0.5,
+        arms=("resident", "chunkflow", "chunkflow+auto", "chunkflow+pack"),
+        shows="compute is the bound: no weight is packed unless it is asked for",
+        **_PACKED,
     ),
 }
 

@@ -42,10 +42,16 @@ def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
 
 def _model_and_inputs(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     if job.model is None:
-        family, size = job.regime.family, job.regime.size
-        return small_model(family, size), lambda step: small_inputs(family, size, step + REHEARSAL)
+        family, size, dtype = job.regime.family, job.regime.size, getattr(torch, job.regime.dtype)
+        return small_model(family, size).to(dtype), lambda step: _cast(
+            small_inputs(family, size, step + REHEARSAL), dtype
+        )
     model, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
     return model, lambda step: _inputs_of_step(given, step)
+
+
+def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def first(output: Any) -> torch.Tensor:

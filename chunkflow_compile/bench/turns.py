@@ -28,8 +28,12 @@ from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.graph.pack import packable
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.pipeline import make_plan
+from chunkflow_compile.passes.placement.pack_choice import chosen
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cuda_graphs import PASSES
@@ -37,8 +41,9 @@ from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
 from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
+from chunkflow_compile.weights.host_buffer import buffer_of
 
-from .arms import REPLAN_AFTER, REPLANNED, settings_of
+from .arms import REPLAN_AFTER, REPLANNED, Arm, settings_of
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
@@ -47,6 +52,8 @@ from .peers import APPLY, BY_KIND, GRAPH, INDUCTOR_GRAPH, OFFLOADED, describe_ca
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
+# Names of packed weights -> the code of a resident step with them, and its measured times.
+Measured = Mapping[frozenset[str], tuple[Code, Timings]]
 # Resident steps whose median compute sets the bandwidth of the link.
 COMPUTE_STEPS = 4
 # Calls before the first one that counts.  Blocks that are compiled by kind run as a cycle from the third on, those of a
@@ -120,9 +127,12 @@ class Turns:
         load = self._hold_pace()
         link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
-        timings = self._calibrate()
+        measured = {frozenset[str](): (self._newest.code, self._calibrate())}
+        if self._packs:
+            packed, times = self._calibrate_packed()
+            measured[packed.packed] = packed, times
         self.progress.update()
-        self._make_programs(timings)
+        self._make_programs(measured)
         self._make_peers()
         order = random.Random(0)  # the same on every rank, because collectives need all ranks in the same arm
         if (replanned := self.arms.get(REPLANNED)) is not None:
@@ -140,9 +150,11 @@ class Turns:
         if resident is not None and resident.code is not None:
             # timed in the same minutes as the arms: the machine's speed changes
             timings = self._timings(resident.code.program.plan, resident.measurements)
-            timings = replace(timings, compute_slowdown=self._slowdown())
+            measured[frozenset()] = resident.code, timings
+        slowdown = self._slowdown() if RESIDENT in self.arms else 1.0
+        timings_of = {form: replace(times, compute_slowdown=slowdown) for form, (_, times) in measured.items()}
         return RankRun(
-            arms={arm.name: self._result(self.arms[arm.name], timings) for arm in job.arms},
+            arms={arm.name: self._result(self.arms[arm.name], timings_of) for arm in job.arms},
             total_bytes=self._newest.program.problem.total_bytes,
             link=link,
             load=load,
@@ -164,9 +176,26 @@ class Turns:
             "debug": "threads" if self.job.device == "threads" else (),
             "dump": self.job.dump,
             "lowering": self.job.lowering,
+            "group_bytes": self.job.regime.group_bytes,
+            "pack": "auto"
+            if self._packs
+            else False,  # a resident step packs nothing, but its weights may be packed later
         }
         self.compiled = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=options)
         self.compiled(**self.inputs(0))
+        self._current = self._newest.call.current
+
+    @property
+    def _packs(self) -> bool:
+        return any(arm.pack for arm in self.job.arms)
+
+    def _use(self, code: Code) -> None:
+        """Let the next call run this code, on weights in the form that it reads."""
+        for name, parameter in self.model.named_parameters():
+            buffer = buffer_of(parameter)
+            if buffer is not None and buffer.packed is not None and name not in code.packed:
+                buffer.unpack()  # the call packs those that it wants
+        self._current.code = code
 
     def _hold_pace(self) -> LinkLoad | None:
         """Measure the compute of a resident step, before a link is emulated, and give regions their pace.
@@ -177,14 +206,32 @@ class Turns:
         if job.load is None and job.pace is None:
             return None
         self.progress.set_description("measure compute")
+        self._unpaced, compute_s = self._newest.code, self._compute_s()
+        if job.pace is not None:
+            self._use(paced(self._unpaced, compute_s, job.pace))
+        return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
+
+    def _compute_s(self) -> list[float]:
+        """Seconds of each region of a resident step, mean over the ranks."""
         for step in range(COMPUTE_STEPS):
             self.compiled(**self.inputs(step))
         steps = self._newest.measurements[-COMPUTE_STEPS:]
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
-        compute_s = [fmean(column) for column in zip(*self._gather(mine), strict=True)]
-        if job.pace is not None:
-            self._newest.call.current.code = paced(self._newest.code, compute_s, job.pace)
-        return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
+        return [fmean(column) for column in zip(*self._gather(mine), strict=True)]
+
+    def _calibrate_packed(self) -> tuple[Code, Timings]:
+        """A resident step with all weights packed that can be, held to its own pace, and its measured times."""
+        self.progress.set_description("measure packed regions")
+        code = self._newest.code
+        packed = replace(self._unpaced.remade(hardware=self.hardware, pack=packable(code.cut)), kind=code.kind)
+        self._use(packed)
+        if self.job.pace is not None:
+            self._use(paced(packed, self._compute_s(), self.job.pace))
+        timings = self._calibrate()
+        packed = self._newest.code
+        self._use(code)
+        self.compiled(**self.inputs(0))
+        return packed, timings
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
@@ -198,7 +245,7 @@ class Turns:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
         emulated = code.remade(hardware=self.hardware)
-        self._newest.call.current.code = replace(emulated, kind=replace(code.kind, link=link))
+        self._use(replace(emulated, kind=replace(code.kind, link=link)))
         return link_error(link)
 
     def _make_peers(self) -> None:
@@ -248,7 +295,7 @@ class Turns:
                 copying=median(copying_share(m.step_s, m.exposed_h2d_s, m.copy_s) for m in arm.measurements),
             )
             for name, arm in self.arms.items()
-            if arm.measurements
+            if arm.measurements and not (arm.code is not None and arm.code.packed)  # whose compute unpacks too
         }
         return seen_slowdown(self._gather(mine))
 
@@ -259,9 +306,9 @@ class Turns:
             dist.all_gather_object(everyone, mine)
         return everyone
 
-    def _make_programs(self, timings: Timings) -> None:
-        """Plan each arm that is not a peer, all with the same regions."""
-        code = self._newest.code
+    def _make_programs(self, measured: Measured) -> None:
+        """Plan each arm that is not a peer, all of one form with the same regions."""
+        code, timings = measured[frozenset()]
         layerwise = code.remade(policy="layerwise", timings=timings)
         for arm in self.job.arms:
             if arm.policy is None:
@@ -270,7 +317,9 @@ class Turns:
             planned = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
             if planned is None:
                 plan, problem, rate = layerwise.program.plan, code.program.problem, self.hardware.copy_rate
-                planned = code.remade(**settings_of(arm, plan, problem, timings, rate, self.job.regime.most))
+                settings = settings_of(arm, plan, problem, timings, rate, self.job.regime.most)
+                base, times = _form(arm, measured, settings)
+                planned = base.remade(**{**settings, "timings": times} if arm.pack else settings)
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned)
@@ -282,6 +331,7 @@ class Turns:
         options: dict[str, Any] = {"policy": settings.policy, "lowering": self.job.lowering}
         options["chunk_bytes"] = settings.chunk_bytes
         options |= {} if settings.memory is None else {"memory": settings.memory}
+        options |= {"pack": True} if code.packed else {}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
     def _rehearse(self, arm: RunningArm) -> None:
@@ -303,7 +353,7 @@ class Turns:
         """
         call, apart = self.compiled if arm.peer is None else arm.peer.call, self.job.marks_apart
         if arm.code is not None:
-            self._newest.call.current.code = arm.code
+            self._use(arm.code)
         self.progress.set_description(f"{arm.name}: step {steps[0] + 1} of {self.job.steps}")
         foreign = self._foreign(arm)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
@@ -361,7 +411,7 @@ class Turns:
             return sum(peer.held for peer in {other.peer for other in self.arms.values()} if peer is not None)
         return torch.cuda.memory_allocated(self.device) - arm.peer.held
 
-    def _result(self, arm: RunningArm, timings: Timings) -> ArmRun:
+    def _result(self, arm: RunningArm, timings: Mapping[frozenset[str], Timings]) -> ArmRun:
         right = self.arms[RESIDENT].outputs if RESIDENT in self.arms else {}
         off = [_relative_difference(value, right[step]) for step, value in arm.outputs.items() if step in right]
         return ArmRun(
@@ -371,7 +421,7 @@ class Turns:
             host_waits=min(h.waits for h in arm.host),
             peak_bytes=arm.peak_bytes,
             difference=max(off) if off else None,
-            program=None if arm.code is None else self._program(arm.code, arm.measurements, timings),
+            program=None if arm.code is None else self._program(arm.code, arm.measurements, timings[arm.code.packed]),
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
@@ -384,6 +434,19 @@ class Turns:
             predicted=play_program(code.program, self.hardware, timings),
             measurements=tuple(measurements),
         )
+
+
+def _form(arm: Arm, measured: Measured, settings: Mapping[str, Any]) -> tuple[Code, Timings]:
+    """The code of the form that an arm runs, and its times: where the arm leaves it open, as pack_choice.py decides."""
+    (raw, raw_times), (packed, packed_times) = measured[frozenset()], [*measured.values()][-1]
+    if arm.pack == "auto":
+
+        def plan(problem: Problem) -> Plan:
+            times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
+            return make_plan(problem, replace(raw.settings, **{**settings, "timings": times}, likes=(), pack=False))
+
+        return measured[chosen(raw.cut, plan)]
+    return (packed, packed_times) if arm.pack else (raw, raw_times)
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:

@@ -9,11 +9,12 @@ from typing import get_args
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.hardware.profiles import profile_names
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Yield
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Pack, Yield
 from chunkflow_compile.units import enough
 
 # The machines of plans if none is named: of one model, and of a whole pipeline on one card.
 MACHINE, CARD = "h100-pcie-x2", "rtx-4090-pcie"
+PACK: dict[str, Pack] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 SIZES = {
     "frames": "frames of video",
@@ -50,6 +51,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     goal.add_argument("--slowdown", type=float, metavar="X", help=slower)
     yields = "how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)"
     add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
+    add_pack(parser)
     if or_blocks:
         regional = (
             "the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted"
@@ -92,6 +94,15 @@ def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str)
 def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
     """The sizes that a user has set, by their names."""
     return {name: value for name, value in vars(arguments).items() if name in SIZES and value is not None}
+
+
+def add_pack(parser: argparse.ArgumentParser) -> None:
+    """Add the option of packed weights; ``PACK`` has what its values mean."""
+    which = (
+        "weights in bfloat16 packed without loss, in three quarters of their bytes: all that can be, or those with which a "
+        "step within --memory is shorter (default no)"
+    )
+    parser.add_argument("--pack", nargs="?", choices=tuple(PACK), const="yes", default="no", help=which)
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:

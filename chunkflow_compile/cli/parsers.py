@@ -13,7 +13,7 @@ from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.published import PUBLISHED
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, STAGES
 
-from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_sizes
+from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_pack, add_sizes
 
 # Measured steps per arm.
 _DEMO_STEPS = 3
@@ -87,7 +87,7 @@ def _plan(parser: ArgumentParser) -> None:
     add_model(parser, or_blocks=True)
     add_json(parser, "the plan, or the points of the curve,")
     parser.add_argument("--weights", action="store_true", help="a line for every weight, with the reason")
-    curve = "print memory against predicted step time; draw it to PNG as well"
+    curve = "print memory against predicted step time, with --pack also of packed weights; draw it to PNG as well"
     parser.add_argument("--curve", nargs="?", const="", metavar="PNG", help=curve)
 
 
@@ -98,6 +98,7 @@ def _pipeline(parser: ArgumentParser) -> None:
     add("--memory", metavar="SIZE", help="most bytes on the device, such as 12GiB (default: the least that fits)")
     add_hardware(parser, CARD)
     add_kernels(parser)
+    add_pack(parser)
     add("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     add_sizes(parser, ("frames", "height", "width"), "sizes (default: as published)")
     add("--picture", metavar="PNG", help="draw the memory over the generation")

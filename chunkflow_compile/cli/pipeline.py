@@ -16,10 +16,10 @@ from chunkflow_compile.catalog.published import Published, published
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import draw_generation, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.pictures import check_picture
@@ -27,7 +27,7 @@ from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes, size
 
-from .arguments import CARD, sizes_given
+from .arguments import CARD, PACK, sizes_given
 from .output import Progress, say, write_json
 from .target import machine, shown
 
@@ -47,7 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(f"--steps must be at least {pipeline.experts}.")
     progress = Progress(len(pipeline.encoders) + 3)
     fused = arguments.lowering == "inductor"
-    components = list(_components(pipeline, sizes, steps, hardware, fused, progress))
+    components = [
+        replace(component, pack=PACK[arguments.pack])
+        for component in _components(pipeline, sizes, steps, hardware, fused, progress)
+    ]
     with progress.phase("planning"):
         least = least_budget(components, hardware)
         memory = least if memory is None else memory
@@ -74,20 +77,20 @@ def _components(
         with progress.phase(f"tracing {encoder.name}"):
             cost = eager_cost(encoder.model_and_inputs, torch.bfloat16)
             traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
-            yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)).problem)
+            yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)))
     transformer = pipeline.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
-        problem = make_cut(replace(transformer.trace(1, sizes), fused=fused)).problem
+        cut = make_cut(replace(transformer.trace(1, sizes), fused=fused))
         cost = eager_cost(partial(transformer.build, sizes, torch.device("cpu")), torch.bfloat16)
     for expert in range(pipeline.experts):  # each takes its share of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
-        yield _component(name, cost, mine * transformer.forwards, problem)
+        yield _component(name, cost, mine * transformer.forwards, cut)
     with progress.phase("decoding"):
         cost = eager_cost(partial(pipeline.vae_and_latents, sizes), torch.bfloat16, "decode")
     yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
 
 
-def _component(name: str, cost: EagerCost, calls: int, problem: Problem | None = None) -> Component:
+def _component(name: str, cost: EagerCost, calls: int, cut: Cut | None = None) -> Component:
     weights, small, activations = cost.weights, cost.small, cost.activations
-    return Component(name=name, weights=weights, small=small, activations=activations, calls=calls, problem=problem)
+    return Component(name=name, weights=weights, small=small, activations=activations, calls=calls, cut=cut)

@@ -13,13 +13,14 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import chunk_count
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import check_picture, draw_curve
-from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
+from chunkflow_compile.report.plan_tables import blocks_table, packing_sentence, summary_table, weights_table
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 
 from .output import Progress, say, write_json
-from .target import load_and_plan, load_target, note_rates
+from .target import Target, load_and_plan, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(arguments, f"goal: {goal}\n\n{summary_table(plan, target.problem, target.forwards)}")
     say(arguments, f"\n{blocks_table(plan, target.problem)}")
     if arguments.weights:
-        say(arguments, f"\n{weights_table(plan.weights)}")
+        say(arguments, f"\n{weights_table(plan.weights, target.cut.packed)}")
     write_json(arguments, plan.to_json())
     if arguments.json:
         say(arguments, f"\nplan {plan.digest}: {arguments.json}")
@@ -49,22 +50,38 @@ def _curve(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
     target = load_target(arguments, Progress(1))
     note_rates(target)
-    problem, chunk_bytes = target.problem, target.settings.chunk_bytes
+    points = _points(target, target.raw)
+    packed = _points(target, target.problem) if target.settings.pack else []
+    say(arguments, f"{target.heading}\n")
+    headers = ["weights on the device", "step", "of resident"]
+    rows = [[size(p.memory), *_cells(p.step_s, target, points)] for p in _few(points)]
+    if packed:
+        say(arguments, f"packed: {packing_sentence(target.problem)}\n")
+        headers += ["packed", "of resident"]
+        for row, point in zip(rows, _few(points), strict=True):
+            within = [p.step_s for p in packed if p.memory <= point.memory]
+            row += _cells(min(within), target, points) if within else ["-", "-"]
+    say(arguments, tabulate(rows, headers=headers, disable_numparse=True))
+    write_json(arguments, {"model": target.heading, "points": points, **({"packed": packed} if packed else {})})
+    if picture:
+        title = f"{target.title}, {target.parallel}, {target.machine}"
+        draw_curve(points, packed, target.forwards, title, Path(picture))
+        say(arguments, f"\npicture: {picture}")
+    return 0
+
+
+def _points(target: Target, problem: Problem) -> list[Point]:
+    """The curve of one form of the problem."""
+    chunk_bytes = target.settings.chunk_bytes
     plans = plans_along(problem, target.hardware, chunk_bytes)
     chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in problem.weights if w.keep is None)
     progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # an upper bound
-    points = on_grid(progress, chunk_bytes)
-    say(arguments, f"{target.heading}\n")
-    rows = [
-        (size(p.memory), seconds(p.step_s * target.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")
-        for p in _few(points)
-    ]
-    say(arguments, tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
-    write_json(arguments, {"model": target.heading, "points": points})
-    if picture:
-        draw_curve(points, target.forwards, f"{target.title}, {target.parallel}, {target.machine}", Path(picture))
-        say(arguments, f"\npicture: {picture}")
-    return 0
+    return on_grid(progress, chunk_bytes)
+
+
+def _cells(step_s: float, target: Target, points: list[Point]) -> list[str]:
+    """A step, and how many times that with all weights resident and raw it takes."""
+    return [seconds(step_s * target.forwards), f"{step_s / points[-1].resident_step_s:.3f}"]
 
 
 def _few(points: list[Point]) -> Iterator[Point]:

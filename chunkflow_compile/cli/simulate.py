@@ -9,6 +9,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.plan import Plan, Prediction
+from chunkflow_compile.report.plan_tables import packing_sentence
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
 
 from .degrees import sweep
@@ -22,6 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         return sweep(arguments)
     if arguments.policy == "layerwise-prefix" and not arguments.memory:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
+    if arguments.policy == "resident" and arguments.pack != "no":
+        raise ChunkflowError("--pack with policy resident, which copies nothing: leave out one of the two.")
     progress = Progress(2)
     target = load_target(arguments, progress)
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
@@ -35,20 +38,26 @@ def run(arguments: argparse.Namespace) -> int:
         degree=target.degree,
         cfg_parallel=target.cfg_parallel,
         arms={
-            policy: ArmRecord.predicted(plans[policy], step, target.problem.total_bytes, target.forwards)
+            policy: ArmRecord.predicted(plans[policy], step, _total(plans[policy]), target.forwards)
             for policy, step in predicted.items()
         },
     )
-    say(arguments, f"{record.model}; {target.parallel}, {target.calls}\n")
+    packed = f"; packed, but for policy resident: {packing}" if (packing := packing_sentence(target.problem)) else ""
+    say(arguments, f"{record.model}; {target.parallel}, {target.calls}{packed}\n")
     say(arguments, table(record, _policy_columns(predicted, target.forwards)))
     write_json(arguments, record.body)
     return 0
 
 
+def _total(plan: Plan) -> int:
+    return sum(weight.nbytes for weight in plan.weights)
+
+
 def _plan(target: Target, policy: Policy) -> Plan:
-    """The plan of a policy, for the goal of the command if it has one."""
+    """The plan of a policy, for the goal of the command if it has one; where nothing is copied, no weight is packed."""
     goal = target.settings
     return target.plan(
+        problem=target.raw if policy == "resident" else target.problem,
         policy=policy,
         memory=goal.memory if policy in BUDGETED else None,
         slowdown=goal.slowdown if policy == "chunkflow" else None,

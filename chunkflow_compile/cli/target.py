@@ -17,6 +17,8 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
@@ -25,7 +27,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-from .arguments import MACHINE, add_model, sizes_given
+from .arguments import MACHINE, PACK, add_model, sizes_given
 from .output import Progress, save_traceback
 
 
@@ -49,9 +51,27 @@ class Target:
     host_memory: int | None = None
 
     @cached_property
+    def cut(self) -> Cut:
+        """Takes a second for 10,000 nodes.  Raises ChunkflowError if weights are to be packed, and none can be."""
+        cut = choose_cut(self.traced, self.settings)
+        if self.settings.pack and not packable(cut.raw or cut):
+            raise ChunkflowError(
+                f"--pack packs contiguous weights of bfloat16, each read by one region, and {self.title} has none: leave it "
+                "out, or give a model in bfloat16."
+            )
+        return cut
+
+    @cached_property
     def problem(self) -> Problem:
-        """Takes a second for 10,000 nodes."""
-        problem = choose_cut(self.traced, self.settings).problem
+        return self._of(self.cut)
+
+    @cached_property
+    def raw(self) -> Problem:
+        """With no weight packed."""
+        return self._of(packed(self.cut, ())) if self.cut.packed else self.problem
+
+    def _of(self, cut: Cut) -> Problem:
+        problem = cut.problem
         if self.regional:
             problem = problem.in_blocks
             if not problem.regions:
@@ -60,15 +80,17 @@ class Target:
                 )
         if self.host_memory is None:
             return problem
-        return with_drive(problem, for_the_drive(self.traced.large, self.host_memory))
+        stored = {w.name: w.nbytes for w in problem.weights if w.packed}
+        large = [(name, stored.get(name, nbytes)) for name, nbytes in self.traced.large]
+        return with_drive(problem, for_the_drive(large, self.host_memory))
 
     @property
     def hardware(self) -> Hardware:
         return self.settings.hardware
 
-    def plan(self, **other: Any) -> Plan:
-        """The plan for the goal of the command, or for ``other`` settings."""
-        return make_plan(self.problem, replace(self.settings, **other), inside=self.regional)
+    def plan(self, problem: Problem | None = None, **other: Any) -> Plan:
+        """The plan for the goal of the command, or for another form of the problem, or for ``other`` settings."""
+        return make_plan(problem or self.problem, replace(self.settings, **other), inside=self.regional)
 
     @property
     def parallel(self) -> str:
@@ -101,6 +123,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         min_bytes=parse_bytes(arguments.min_bytes, "min_bytes"),
         group_bytes=None if arguments.group_bytes is None else parse_bytes(arguments.group_bytes, "group_bytes"),
         disable=tuple(arguments.disable_pass),
+        pack=PACK[arguments.pack],
     )
 
 
@@ -113,6 +136,10 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
     settings = options.settings()
+    if settings.pack == "auto" and settings.memory is None:
+        raise ChunkflowError(
+            "--pack auto chooses for a budget: give --memory, or --pack for all weights that can be packed."
+        )
     hardware = machine(settings.hardware, arguments)
     if arguments.drive is not None:
         hardware = replace(hardware, drive_bandwidth=parse_rate(arguments.drive, "drive"))

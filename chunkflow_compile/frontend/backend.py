@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import dynamo_timed
+from torch._guards import TracingContext, tracing
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.block_kinds import repeats_of
@@ -60,7 +62,7 @@ from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.names import STAGES, StageName
+from chunkflow_compile.passes.names import STAGES, Pack, StageName
 from chunkflow_compile.passes.pipeline import Settings, Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
@@ -73,13 +75,20 @@ from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, Goal, bare
+from chunkflow_compile.runtime.codes import Code, Codes, Goal, Region, bare
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants
 from chunkflow_compile.units import enough, size
-from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 
 _log = logging.getLogger(__name__)
+
+
+# What "auto" says where it cannot choose.
+_NO_GOAL = (
+    "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
+    "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
+)
 
 
 class CompilationError(ChunkflowError, BackendCompilerFailed):
@@ -134,7 +143,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
-        move_weights(index, compiler.device, min_bytes, missing)
+        move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
     return compiled
 
 
@@ -168,6 +177,7 @@ def _compiler(
         **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
         part=part,
         outside=bytes_outside(index.root, weights.values(), min_bytes, part),
+        pack=_pack(chosen.pack, {p.name: buffer_of(weights[p.key]) for p in parameters}),
     )
     return _Compiler(
         chosen=chosen,
@@ -235,6 +245,9 @@ class _Compiler:
         traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
+        budget = self.settings.memory if repeats is None else repeats.memory
+        if self.settings.pack == "auto" and budget is None:
+            others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
@@ -251,6 +264,7 @@ class _Compiler:
             regions=regions,
             notes=(*notes, *others),
             make=make,
+            lower=partial(_lower_again, chosen),
             replan_after=chosen.replan_after,
             folder=folder,
             kind=chosen.device_kind(),
@@ -261,9 +275,20 @@ class _Compiler:
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
-        place = partial(start_program, self.device, self.min_bytes, code.kind, seen)
-        codes = Codes(code, traced, Goal.of(chosen.settings()))
-        return CompiledGraph(codes, place, _goal_of, chosen.arena, HostConstants(self.device, tables))
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
+        codes = Codes(code, traced, Goal.of(chosen.settings(), code.packed))
+        moved = HostConstants(self.device, tables)
+        return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
+
+
+def _lower_again(chosen: Options, program: Program, lowered: Mapping[str, Region]) -> Mapping[str, Region]:
+    """The regions of another program of a graph, when Dynamo is not at work.  ``lowered``: those that are, by their keys."""
+    missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
+    values = (n.meta.get("val") for region in missing.values() for n in region.module.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    with tracing(TracingContext(mode)), dynamo_timed("chunkflow.lowering"):
+        fresh = lower_regions(replace(program, regions=missing), chosen.lowering, chosen.inductor)
+    return {name: fresh[name] if name in fresh else lowered[r.info.key] for name, r in program.regions.items()}
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
@@ -276,6 +301,13 @@ def _check_options(chosen: Options, device: torch.device) -> None:
         )
     if chosen.lowering == "tensorrt":
         check_tensorrt(device)
+
+
+def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | frozenset[str]:
+    """Which weights a graph is to have packed: all that can be if the option ``wanted`` is True, else those that are, if any
+    is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
+    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.is_packed)
+    return wanted if wanted is True else packed or wanted
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

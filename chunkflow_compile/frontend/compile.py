@@ -81,7 +81,8 @@ def compile(
         )
     chosen = check_options(options, mode, compile)
     if placement_of(model) is None:
-        offload(model, device, min_bytes=chosen.min_bytes, dtype=dtype, share=share, host_memory=host_memory)
+        placing = {"dtype": dtype, "share": share, "host_memory": host_memory, "pack": chosen.pack}
+        offload(model, device, min_bytes=chosen.min_bytes, **placing)
     placement = placement_of(model)
     assert placement is not None
     compile_by_kind(model, placement, for_backend(options, chosen), dynamic)

@@ -12,6 +12,7 @@ from torch._dynamo.convert_frame import compile_lock
 from chunkflow_compile.frontend.module_search import index_around
 from chunkflow_compile.frontend.preconditions import warn_if_no_module_holds
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.placement import Placement, placements_around
 from chunkflow_compile.runtime.arena import Arena
@@ -43,17 +44,28 @@ def index_of(
     return index, least if any(p.root is index.root for p in placements) else None
 
 
-def move_weights(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor]) -> None:
-    """Move weights of a model into its store."""
+def move_weights(
+    index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor], pack: Pack
+) -> None:
+    """Move weights of a model into its store.  ``pack``: for a model that is not placed yet."""
     if weights and index.root is not None:
-        placement = Placement.on(index.root, device, min_bytes)
+        placement = _placement(index.root, device, min_bytes, pack)
         with placement.lock():
             placement.move((index.names[id(p)], p) for p in weights)
+
+
+def _placement(root: nn.Module, device: torch.device, min_bytes: int, pack: Pack) -> Placement:
+    """That of a model; ``pack`` is for the first weights that are placed."""
+    placement = Placement.on(root, device, min_bytes)
+    if not placement.store.buffers:
+        placement.pack = pack
+    return placement
 
 
 def start_program(
     device: torch.device,
     min_bytes: int,
+    pack: Pack,
     kind: DeviceKind,
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
@@ -62,6 +74,7 @@ def start_program(
 ) -> Solo:
     """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a program.
 
+    ``pack``: see :func:`move_weights`.
     ``seen``: returns the compiled model.  If the weights are not that model's, their model is searched for.
     The program ends with the first of the placements that its weights belong to.
     """
@@ -71,7 +84,7 @@ def start_program(
             index = _around(list(parameters.values()), seen(), min_bytes)
             names.update(index.names)
             if index.root is not None:
-                around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
+                around = list(dict.fromkeys([_placement(index.root, device, min_bytes, pack), *around]))
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)

@@ -183,7 +183,8 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
         elif nbytes < min_bytes and id(parameter) not in model.filled:
             keep = f"small: {size(nbytes)}"
     drive = buffer is not None and buffer.drive is not None
-    return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive)
+    packable = buffer is None or buffer.packable
+    return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive, packable=packable)
 
 
 class _TracedError(Exception):

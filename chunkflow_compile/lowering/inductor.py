@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.packing import UNPACK
 
 from .warm_up import vector_instructions
 
@@ -60,7 +61,7 @@ def _allocated_by_inductor(node: Node) -> bool:
     value, op = node.meta.get("val"), node.target
     if symbols_of(value) or (isinstance(value, torch.Tensor) and value.is_complex()):
         return False
-    if node.op == "placeholder" or op is getitem:
+    if node.op == "placeholder" or op is getitem or op is UNPACK:
         return True
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.name in _OF_ATTENTION:
         return False

@@ -20,6 +20,7 @@ from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, for_backend
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
 from chunkflow_compile.pipeline.components import (
     check_cast,
@@ -30,7 +31,7 @@ from chunkflow_compile.pipeline.components import (
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.pipeline.phase import Phase, kept_by
-from chunkflow_compile.placed.offload import bring_back, offload
+from chunkflow_compile.placed.offload import bring_back, can_pack, offload
 from chunkflow_compile.placed.placement import placement_of, placements_of
 from chunkflow_compile.placed.streamable import GGUF, class_of
 from chunkflow_compile.runtime.arena import Arena
@@ -188,6 +189,7 @@ def _add(
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
     for name, model in models.items():
         check_cast(name, model, cast[name])
+    packs = _packs(models, cast, chosen)
     given = for_backend(options, chosen)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     if room is not None:
@@ -201,9 +203,8 @@ def _add(
         with moving(f"placing {', '.join(models)}", total, _expected(models, budget.device, share, room)) as moved:
             for name, model in models.items():
                 part = None if room is None else room * _weight_bytes(model) // total
-                offload(
-                    model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part
-                )
+                placing = {"dtype": cast[name], "share": share, "host_memory": part, "pack": packs[name]}
+                offload(model, budget.device, min_bytes=chosen.min_bytes, **placing)
                 placed.append(model)
                 phase = Phase(name, model, arenas[name])
                 phase.enabled = model in enabled
@@ -215,6 +216,19 @@ def _add(
         for model in filter(is_enabled, enabled):
             disable_adapters(model)
         raise
+
+
+def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Options) -> dict[str, Pack]:
+    """The argument ``pack`` of each component.  Raises ChunkflowError if all are to be packed and none can."""
+    packs: dict[str, Pack] = dict.fromkeys(models, chosen.pack)
+    if chosen.pack is True:
+        packs = {name: can_pack(model, cast[name], chosen.min_bytes) for name, model in models.items()}
+        if models and not any(packs.values()):
+            raise ChunkflowError(
+                f"pack=True packs contiguous weights of bfloat16, and {', '.join(models)} have none: pass "
+                "dtype=torch.bfloat16, or leave out pack."
+            )
+    return packs
 
 
 def _sizes(adapters: Any) -> Mapping[str, Any]:

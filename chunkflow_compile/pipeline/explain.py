@@ -13,6 +13,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.placed.packed import packing_notes
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.first_step import first_step_phases
@@ -48,7 +49,7 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     if bound is not None:
         plan = bound.plan
         explanation = explain_plan(plan, measured(plan, bound.measurements), f"a pass over {len(bound.calls)} calls")
-        notes = dict.fromkeys(note for program in ran for note in program.notes)
+        notes = dict.fromkeys((*(note for program in ran for note in program.notes), *packing_notes(compiled)))
         calls = tuple(call_figures(bound.cycle))
         return replace(explanation, calls=calls, jumps=bound.jumps, notes=tuple(notes), first_step=first_step)
     # of the newest size, and outside cycles
@@ -64,7 +65,7 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
         newest, times = max(parts.values(), key=lambda part: part[1].step_s)
         explanation = explain_plan(newest.plan, times, f"a call of {_name(newest)}")
         explanation = replace(explanation, part=_part(newest, [*parts.values()], bool(running)))
-    return replace(explanation, notes=newest.notes, first_step=first_step)
+    return replace(explanation, notes=(*newest.notes, *packing_notes(compiled)), first_step=first_step)
 
 
 def _name(part: Solo) -> str:

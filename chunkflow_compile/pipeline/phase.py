@@ -19,6 +19,7 @@ from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.placed.packed import packing_notes
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls
@@ -117,6 +118,7 @@ class Phase:
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
+        notes |= dict.fromkeys(packing_notes(self.root))
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(

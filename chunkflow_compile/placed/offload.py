@@ -13,11 +13,10 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Pack
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.placed.placement import (
     PLACEMENT,
-    Pack,
     Placement,
     bytes_of,
     packable,
@@ -143,6 +142,12 @@ def _packed_names(
             f"{type(root).__name__} has none: {are}. {fix}."
         )
     return names
+
+
+def can_pack(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> bool:
+    """Whether ``offload(model, dtype=dtype, min_bytes=min_bytes, pack=True)`` has a weight to pack."""
+    index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
+    return bool(packable(model, [(index.names[id(w)], w) for w in large_weights([model], index, min_bytes)], dtype_of))
 
 
 def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:

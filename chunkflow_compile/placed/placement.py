@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
 from chunkflow_compile.runtime.arena import Arena
@@ -42,9 +43,6 @@ _log = logging.getLogger(__name__)
 
 # Attribute of a placed model: its Placement.
 PLACEMENT = "_chunkflow_placement"
-
-# Whether weights are packed: none, all that can be, or those that the plan chooses.
-Pack = bool | Literal["auto"]
 
 
 class Placement:

@@ -78,17 +78,21 @@ def _graph_lines(stage: Stage) -> Iterator[Line]:
     for node in stage.traced.graph.graph.nodes:
         if node.op == "placeholder":
             block = next((blocks.get(u, "") for u in node.users), "")
-            yield from _input(node, names.get(input_key(node.meta.get("desc")), ""), block, named=True)
+            name = names.get(input_key(node.meta.get("desc")), "")
+            yield from _input(node, name, block, name)
         else:
             yield _node_line(node, blocks.get(node, ""))
 
 
 def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
-    weights = {w.node: w.parameter.name for w in cut.discovery.weights}
+    weights = {w.node: w.parameter for w in cut.discovery.weights}
     first_reader = {n: r.info.block for r in reversed(cut.regions) for n in r.inputs}
     for node in cut.source.graph.nodes:
         if node.op == "placeholder":
-            yield from _input(node, weights.get(node, ""), first_reader.get(node, ""), named=True)
+            weight = weights.get(node)
+            name = "" if weight is None else weight.name
+            note = f"{name}, packed" if weight is not None and weight.packed else name
+            yield from _input(node, name, first_reader.get(node, ""), note)
         elif node.op == "get_attr":
             yield _node_line(node, INPUTS)
     collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
@@ -135,13 +139,14 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     program = stage.program
     assert program is not None
     names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-    regions = program.problem.regions
+    regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.packed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
     at, computed = 0, False  # the current region; after its evicts, the lines of the next one begin
     for node, item in program_items(program):
         if node.op == "placeholder":
-            yield from _input(node, names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), ""))
+            name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")
+            yield from _input(node, name, block, "packed" if name in packed else "")
             continue
         if computed and not isinstance(item, Evict) and (item is not None or node.op == "output"):
             at, computed = at + 1, False
@@ -157,11 +162,11 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
             yield _node_line(node, part, item)
 
 
-def _input(node: Node, weight: str, block: str, named: bool = False) -> Iterator[Line]:
-    """The line of an input that is used.  ``named``: add the weight's name as a comment, since torch's name differs."""
+def _input(node: Node, weight: str, block: str, note: str) -> Iterator[Line]:
+    """The line of an input that is used.  ``note``: a comment, such as the weight's name where torch's name differs."""
     if node.users:
         line = _node_line(node, f"{INPUTS} of {block}" if block else INPUTS)
-        text = f"{line.text}  # {weight}" if named and weight else line.text
+        text = f"{line.text}  # {note}" if note else line.text
         yield replace(line, weight=weight, text=text)
 
 

@@ -55,11 +55,15 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
 
 
-def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -> None:
-    """Draw memory against step time, with the resident step as a line."""
+def draw_curve(points: Sequence[Point], packed: Sequence[Point], forwards: int, title: str, path: Path) -> None:
+    """Draw memory against step time, with the resident step as a line.  ``packed``: of packed weights, if any."""
     figure, axes = new_axes()
     most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s * forwards
-    axes.step([p.memory / 2**30 for p in points], [p.step_s * forwards for p in points], where="post")
+    for curve, form in ((points, "raw"), (packed, "packed")):
+        steps = [p.step_s * forwards for p in curve]
+        axes.step([p.memory / 2**30 for p in curve], steps, where="post", label=form)
+    if packed:
+        axes.legend(fontsize=8, frameon=False)
     axes.axhline(resident_s, linestyle=":", color="gray")
     axes.annotate("all weights resident", (most, resident_s), ha="right", va="bottom")
     axes.set(xlabel="weights on the device, GiB", ylabel="predicted step, s", ylim=(0, None))

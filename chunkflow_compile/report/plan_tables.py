@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 
 from tabulate import tabulate
@@ -31,12 +31,26 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
         ("moved a step", size(plan.moved_bytes * forwards)),
         ("regions, collectives", f"{len(problem.regions)}, {len(problem.collectives)}"),
     ]
+    if packed := packing_sentence(problem):
+        rows.insert(-1, ("packed", packed))
     drive = {w.name: w.nbytes for w in problem.weights if w.drive}
     if drive:
         read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
         total = size(sum(drive.values()))
         rows.insert(-1, ("read from the drive", f"{size(read * forwards)}, of {total} that are there"))
     return tabulate(rows, tablefmt="plain")
+
+
+def packing_sentence(problem: Problem) -> str:
+    """How many weights are packed, and their bytes before and after; empty if none is."""
+    packed = [w for w in problem.weights if w.packed]
+    if not packed:
+        return ""
+    before, after = sum(w.packed for w in packed), sum(w.nbytes for w in packed)
+    return (
+        f"{len(packed)} of {len(problem.weights)} weights, {size(before)} in {size(after)}, "
+        f"{size(problem.unpacked_bytes)} of values at a time"
+    )
 
 
 def blocks_table(plan: Plan, problem: Problem) -> str:
@@ -63,7 +77,7 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
     return size(total), size(streamed), size(total - streamed), slack
 
 
-def weights_table(weights: Iterable[WeightPlan]) -> str:
-    """One row per weight: its home and the reason."""
-    rows = [(w.name, size(w.nbytes), w.home, w.why) for w in weights]
+def weights_table(weights: Iterable[WeightPlan], packed: Collection[str] = ()) -> str:
+    """One row per weight: its home and the reason.  ``packed``: the names of those that are."""
+    rows = [(w.name, size(w.nbytes), f"{w.home}{', packed' * (w.name in packed)}", w.why) for w in weights]
     return tabulate(rows, headers=("weight", "size", "home", "why"))

@@ -47,12 +47,17 @@ class Story:
 
     title: str
     planned: WeightPlan
+    packed: bool
     facts: tuple[tuple[str, str], ...]
     copies: tuple[tuple[str, str, int, str, str], ...]
     changes: tuple[Change, ...]
 
     def __str__(self) -> str:
-        parts = [self.title, weights_table([self.planned]), tabulate(self.facts, tablefmt="plain")]
+        parts = [
+            self.title,
+            weights_table([self.planned], [self.planned.name] * self.packed),
+            tabulate(self.facts, tablefmt="plain"),
+        ]
         if self.copies:
             columns = ("chunks", "bytes", "window", "copied from", "to")
             parts.append(tabulate(self.copies, headers=columns, disable_numparse=True))
@@ -78,8 +83,9 @@ def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
         begin, end = fine(min(b.start for b in reads)), fine(max(b.end for b in reads))
         facts.append(("drive", f"reads it from {begin} to {end} of a call"))
     return Story(
-        title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.nbytes)}",
+        title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.packed or weight.nbytes)}",
         planned=planned,
+        packed=weight.packed > 0,
         facts=tuple(facts),
         copies=tuple(_copies(plan, planned, lanes.lane("copy"))),
         changes=tuple(changes),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
@@ -29,20 +30,25 @@ KEPT_SIZES = 32
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
+# The lowered code of a region.
+Region = Callable[..., Sequence[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Goal:
-    """What plans are made for: the options of these names, or what replan has set since."""
+    """What plans are made for: the options of these names, or what replan has set since.  ``pack``: the weights that are
+    packed."""
 
     memory: int | None
     slowdown: float | None
     policy: Policy
     yields: Yield
+    pack: frozenset[str]
 
     @staticmethod
-    def of(settings: Settings) -> Goal:
-        return Goal(memory=settings.memory, slowdown=settings.slowdown, policy=settings.policy, yields=settings.yields)
+    def of(settings: Settings, pack: frozenset[str]) -> Goal:
+        """``pack``: see above; a choice of ``settings`` may be open."""
+        return Goal(settings.memory, settings.slowdown, settings.policy, settings.yields, pack)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +57,7 @@ class Code:
 
     ``cut`` and ``settings``: what the program was made of.
     ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
+    ``lower``: lowers the regions of a program, but for those whose keys it is given with their code.
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
     ``cudagraphs``: the option.  ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
@@ -60,8 +67,9 @@ class Code:
     program: Program
     cut: Cut
     settings: Settings
-    regions: Mapping[str, Callable[..., Sequence[Any]]]
+    regions: Mapping[str, Region]
     make: Callable[..., tuple[Stage, Path | None]]
+    lower: Callable[[Program, Mapping[str, Region]], Mapping[str, Region]]
     replan_after: int = 0
     folder: Path | None = None
     kind: DeviceKind
@@ -72,19 +80,32 @@ class Code:
     advice: Callable[..., str] = str
 
     @property
+    def packed(self) -> frozenset[str]:
+        """The names of the weights that are packed."""
+        return self.cut.packed
+
+    @property
     def verified(self) -> bool:
         """Whether the program was verified, and is to be verified together with others in its arena."""
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
-        """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
+        """The code for other settings, without compiling, unless other weights are packed.
+
+        Raises ChunkflowError if no plan meets them.
+        """
         settings = {"likes": (), **settings}
-        stage, folder = self.make(pieces=self.cut, **settings)
+        same = settings.get("pack", self.packed) == self.packed
+        pieces, regions = self.cut if same else packed(self.cut, settings["pack"]), self.regions
+        stage, folder = self.make(pieces=pieces, **settings)
         assert stage.program is not None
+        if not same:
+            lowered = {region.info.key: self.regions[name] for name, region in self.program.regions.items()}
+            regions = self.lower(stage.program, lowered)
         advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
         make = partial(self.make, **settings)
         code = replace(self, program=stage.program, settings=replace(self.settings, **settings))
-        return replace(code, folder=folder, make=make, advice=advice, replan_after=0)
+        return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def at(self, traced: Traced) -> Code:
         """The code at other sizes of the same graph: another plan of the same regions.  Raises as ``remade``."""
@@ -123,7 +144,7 @@ class Codes:
         """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
         self.first = first
         self._goal = goal
-        self._firsts = {Goal.of(first.settings): first}
+        self._firsts = {Goal.of(first.settings, first.packed): first}
         self._traced = traced
         inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
         position = {node: i for i, node in enumerate(inputs)}
@@ -189,4 +210,4 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 def bare(settings: Settings) -> Settings:
     """Without what differs between sizes of one call, and between calls."""
-    return replace(settings, likes=(), part=False, outside=0)
+    return replace(settings, likes=(), part=False, outside=0, pack=False)

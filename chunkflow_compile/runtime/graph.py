@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.pack import takes_packed
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 from .arena import Arena
@@ -74,10 +76,12 @@ class CompiledGraph:
     _boxed_call = True
 
     def __init__(
-        self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants
+        self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants, packs: bool
     ) -> None:
-        """``arena``: the one that the user passed; None for each model's own."""
+        """``arena``: the one that the user passed; None for each model's own.  ``packs``: whether raw weights are packed
+        here; else they stay as they were placed."""
         self.codes = codes
+        self._packs = packs
         self._tables = tables
         self._place = place
         self._changed = changed
@@ -147,7 +151,7 @@ class CompiledGraph:
                 fresh = self._place(
                     parameters,
                     current.code.program.offloaded,
-                    lambda arena: _started(Call(current, parameters), self._arena or arena),
+                    lambda arena: self._started(current, parameters, key[2], self._arena or arena),
                 )
         except BaseException as error:
             if stale is None or current.code is stale.code:
@@ -174,6 +178,30 @@ class CompiledGraph:
             memory = first.host if isinstance(first, HostWeight) else first
             self._current[key] = StorageWeakRef(memory.untyped_storage()), CurrentCode(code)
         return self._current[key][1]
+
+    def _started(
+        self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
+    ) -> Solo:
+        """A program of the model, whose weights are placed."""
+        return _started(Call(self._in_form(current, parameters, sizes), parameters), arena)
+
+    def _in_form(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
+        """The code of a model for what its weights are, packed or raw.  Before that, weights get the form that it wants.
+
+        One that several regions read, or that the graph returns, is wanted raw, and raw is what cannot be packed.
+        """
+        able, wanted = takes_packed(self.codes.first.cut), current.code.packed if self._packs else frozenset()
+        forms = set[str]()
+        for name, parameter in parameters.items():
+            if (buffer := buffer_of(parameter)) is None:
+                continue
+            if buffer.packed is not None and name not in able:
+                buffer.unpack()
+            if buffer.packed is not None or (name in wanted and buffer.packable and buffer.pack()):
+                forms.add(name)
+        if forms != current.code.packed:
+            current.code = self.codes.code(sizes, {**self._changed(parameters), "pack": frozenset(forms)})
+        return current
 
 
 def _started(call: Call, arena: Arena) -> Solo:

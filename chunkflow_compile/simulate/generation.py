@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Pack
+from chunkflow_compile.passes.placement.pack_choice import chosen
 from chunkflow_compile.passes.placement.place import least_memory, place
-from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.units import enough, size
 
@@ -19,21 +22,33 @@ from chunkflow_compile.units import enough, size
 @dataclass(frozen=True, kw_only=True)
 class Component:
     """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``small``: those of its weights that stay on the
-    device while other components run.  ``problem``: of its compiled call; None for one that
-    runs eagerly, whose calls take ``seconds``.  ``calls``: in a generation, one after another."""
+    device while other components run.  ``cut``: of its compiled call; None for one that runs eagerly, whose calls take
+    ``seconds``.  ``pack``: whether weights are packed where it is planned.  ``calls``: in a generation, one after another."""
 
     name: str
     weights: int
     small: int
     activations: int
     calls: int
-    problem: Problem | None = None
+    cut: Cut | None = None
     seconds: float = 0.0
+    pack: Pack = False
+
+    @property
+    def all_packed(self) -> Cut | None:
+        return self.cut and packed(self.cut, packable(self.cut))
+
+    def packed_within(self, hardware: Hardware, memory: int) -> Cut | None:
+        """With the weights packed that ``pack`` asks for."""
+        if self.cut is None or self.pack != "auto":
+            return self.all_packed if self.pack else self.cut
+        plan = partial(place, hardware=hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, memory=memory)
+        return packed(self.cut, chosen(self.cut, plan))
 
 
 def generations(components: Sequence[Component], hardware: Hardware, memory: int) -> Mapping[str, Generation]:
     """The same generation with all weights on the device, with one component at a time there, with two blocks at a time,
-    and planned within ``memory`` bytes.  Raises ChunkflowError if that is below the least."""
+    and planned within ``memory`` bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
     plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
@@ -46,10 +61,11 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
     def planned(c: Component) -> PhaseMemory:
         others = _small_of_others(c, components)
         room = usable(memory) - c.activations - others
-        if c.problem is None and c.weights > room:
+        if c.cut is None and c.weights > room:
             raise _too_little(c, others, hardware, memory)
         try:
-            phase = _phase(c, hardware, memory=max(0, room))
+            cut = c.packed_within(hardware, max(0, room))
+            phase = _phase(replace(c, cut=cut), hardware, memory=max(0, room))
         except ChunkflowError as error:
             raise _too_little(c, others, hardware, memory) from error
         # a phase begins cold
@@ -74,9 +90,11 @@ def _small_of_others(component: Component, components: Sequence[Component]) -> i
 
 
 def _needed(component: Component, others: int, hardware: Hardware) -> int:
-    problem = component.problem
-    weights = component.weights if problem is None else least_memory(problem, hardware, DEFAULT_CHUNK_BYTES)
-    return budget_for(weights + others + component.activations)
+    forms = [component.all_packed if component.pack is True else component.cut]
+    if component.pack == "auto":
+        forms.append(component.all_packed)
+    least = [least_memory(cut.problem, hardware, DEFAULT_CHUNK_BYTES) for cut in forms if cut is not None]
+    return budget_for(min(least, default=component.weights) + others + component.activations)
 
 
 def _too_little(component: Component, others: int, hardware: Hardware, memory: int) -> ChunkflowError:
@@ -91,10 +109,11 @@ def _too_little(component: Component, others: int, hardware: Hardware, memory: i
 def _phase(component: Component, hardware: Hardware, **goal: Any) -> PhaseMemory:
     """A phase, planned for ``goal`` unless it runs eagerly."""
     weights, seconds, plan = component.weights, component.seconds, None
-    if component.problem is not None:
-        plan = place(component.problem, hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, **goal)
+    if component.cut is not None:
+        problem = component.cut.problem
+        plan = place(problem, hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, **goal)
         assert plan.predicted is not None
-        weights, seconds = plan.device_bytes, plan.predicted.step_s
+        weights, seconds = plan.device_bytes + problem.unpacked_bytes, plan.predicted.step_s
     return PhaseMemory(
         name=component.name,
         weights=weights,

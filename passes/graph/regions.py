@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from chunkflow_compile.passes.cost.count import region_cost
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
+from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.passes.problem import Collective, Problem, Region, RegionCost, Weight
 
 from .discover import (
@@ -59,22 +60,35 @@ class CutRegion:
 
 @dataclass(frozen=True)
 class Cut:
-    """The source graph, its regions and its top-level nodes.
+    """What was cut, its regions and its top-level nodes.
 
-    ``sequence``: the regions, collectives and completions, in program order.
+    ``sequence``: the regions, collectives and completions, in program order.  ``raw``: the same with no weight packed, if one
+    is.
     """
 
-    source: GraphModule
+    traced: Traced
     discovery: Discovery
     regions: tuple[CutRegion, ...]
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
+    raw: Cut | None = None
+
+    @property
+    def source(self) -> GraphModule:
+        """The graph that was cut."""
+        return self.traced.graph
+
+    @property
+    def packed(self) -> frozenset[str]:
+        """The names of the packed weights."""
+        return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.packed)
 
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs are other ones."""
-        costs = {key: _cost(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
+        costs = {key: cost_at(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
-        return replace(self, problem=_problem(traced, self.discovery, infos, self.sequence))
+        problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
+        return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
@@ -138,8 +152,8 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
-    problem = _problem(traced, discovery, [r.info for r in regions], sequence)
-    return Cut(graph, discovery, tuple(regions), tuple(sequence), problem)
+    problem = problem_at(traced, discovery, [r.info for r in regions], sequence)
+    return Cut(traced, discovery, tuple(regions), tuple(sequence), problem)
 
 
 class _Segments:
@@ -329,7 +343,7 @@ def _build(
     module = GraphModule(root, new)
     key = structural_key(module, index)
     if key not in costs:
-        costs[key] = _cost(module, traced)
+        costs[key] = cost_at(module, traced)
     weight_nodes = {w.node: w.parameter.name for w in segments.discovery.weights}
     info = Region(
         index=index,
@@ -343,7 +357,8 @@ def _build(
     return CutRegion(info, module, tuple(inputs), outputs)
 
 
-def _cost(module: GraphModule, traced: Traced) -> RegionCost:
+def cost_at(module: GraphModule, traced: Traced) -> RegionCost:
+    """The cost of a region at the sizes of a traced graph."""
     return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
 
 
@@ -353,28 +368,31 @@ def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> 
     return user not in members
 
 
-def _problem(
+def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
+    """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
             readers.setdefault(name, []).append(region.index)
     weights = []
     for discovered in discovery.weights:
-        value = discovered.node.meta["val"]
+        value, packed = discovered.node.meta["val"], discovered.parameter.packed
+        raw = nbytes(discovered.node)
         weights.append(
             Weight(
                 name=discovered.parameter.name,
                 names=discovered.parameter.names,
                 index=discovered.parameter.index,
-                nbytes=nbytes(discovered.node),
+                nbytes=Layout.of(value.numel()).nbytes if packed else raw,
                 dtype=str(value.dtype).removeprefix("torch."),
                 shape=tuple(value.shape),
                 stride=tuple(value.stride()),
                 uses=tuple(readers.get(discovered.parameter.name, ())),
                 keep=discovered.keep,
                 drive=discovered.parameter.drive,
+                packed=raw if packed else 0,
             )
         )
     before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()

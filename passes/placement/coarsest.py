@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -38,21 +38,29 @@ class MakePlan(Protocol):
     def __call__(self, problem: Problem, *, memory: int | None, ends: Sequence[int] | None = None) -> Plan: ...
 
 
-def coarsest(finest: Cut, repeats: Repeats | None, memory: int | None, plan: MakePlan) -> Groups:
+def judged(finest: Problem, repeats: Repeats | None, memory: int | None, plan: MakePlan) -> Callable[[Problem], Plan]:
+    """Plans a problem of the cuts of a graph as it is going to run: by itself, or in turns with others of its kind.
+
+    ``finest``: that of the finest cut.  ``repeats``: of a program that runs in turns, whose memory counts then; else
+    ``memory`` is that of the program, None if no budget was given.
+    """
+    if repeats is None:
+        return partial(plan, memory=memory)
+    return partial(_in_turns, plan, repeats, finest)
+
+
+def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> Groups:
     """The groups of the coarsest cut that is about as good as the finest one.
 
-    ``repeats``: of a program that runs in turns with others, whose memory counts then; else ``memory`` is that of the
-    program, None if no budget was given.
+    ``planned``: see :func:`judged`.  ``budget``: whether there is one.
     """
-    memory = memory if repeats is None else repeats.memory
-    planned = partial(plan, memory=memory) if repeats is None else partial(_in_turns, plan, repeats, finest.problem)
     best: Plan | None = None
     for groups in candidates(finest):
         if groups == apart(finest):
             break
         try:
             best = best or planned(finest.problem)
-            if _as_good(planned(joined(finest.problem, groups)), best, memory):
+            if _as_good(planned(joined(finest.problem, groups)), best, budget):
                 return groups
         except ChunkflowError:  # too little memory for regions of this size
             if best is None:
@@ -65,10 +73,10 @@ def candidates(finest: Cut) -> Iterator[Groups]:
     yield from dict.fromkeys(grouped(finest, most) for most in _MOST)
 
 
-def _as_good(plan: Plan, best: Plan, memory: int | None) -> bool:
+def _as_good(plan: Plan, best: Plan, budget: bool) -> bool:
     assert plan.predicted is not None and best.predicted is not None
     total = sum(weight.nbytes for weight in plan.weights)
-    smaller = memory is not None or plan.device_bytes <= best.device_bytes + (AS_GOOD - 1) * total
+    smaller = budget or plan.device_bytes <= best.device_bytes + (AS_GOOD - 1) * total
     return smaller and plan.predicted.step_s <= AS_GOOD * best.predicted.step_s
 
 

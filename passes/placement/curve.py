@@ -29,7 +29,8 @@ class Point:
 
 def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Iterator[Point]:
     """The points of all plans tried, in no order; one at a time, so that a caller can show progress."""
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+    outside = problem.unpacked_bytes  # as for place
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
     builder = Builder(planner, hardware, "chunkflow")
     resident = planner.resident.step_s
     natural = planner.candidate(0, None)
@@ -46,12 +47,12 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
             yield Point(builder.slots(candidate, quick=True), candidate.step_s, resident)
         if both[-1].step_s <= resident * (1 + ROUNDING):
             break
-    yield Point(problem.total_bytes, resident, resident)
+    yield Point(problem.total_bytes + outside, resident, resident)
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:
     """The curve: points one chunk apart from the least memory up, each with the best step; the last all resident."""
-    ordered = sorted(plans)
+    ordered = sorted(plans, key=lambda p: (p.memory, -p.step_s))  # at the end all resident, the best of its memory
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]
     while memory < end.memory:

@@ -58,12 +58,14 @@ def place(
     ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over if it
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
-    ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``.
+    ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``, and
+    so does the largest weight that a region unpacks.
     ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
     Raises ChunkflowError for a goal that check_goal refuses, if ``memory`` is below the least that the program needs, or if
     the timings are of another problem.
     """
     check_goal(policy, memory, slowdown, yields)
+    outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside, joins)
     builder = Builder(planner, planner.simulator.hardware, policy, inside)
     if policy == "chunkflow":
@@ -101,6 +103,7 @@ def check_goal(policy: Policy, memory: object, slowdown: float | None, yields: Y
 
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:
     """The least weight bytes on the device for which there is a plan.  ``outside``: see place."""
+    outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
     return Builder(planner, hardware, "chunkflow").least()[1]
 
@@ -167,10 +170,11 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
         finer = "cut finer regions with a smaller group_bytes"
         if floor == planner.kept_bytes:
             finer = "stream smaller weights with a smaller min_bytes"
+        values = " and the values that a region unpacks," if planner.problem.unpacked_bytes else ""
         raise ChunkflowError(
             f"memory={size(memory)} is too little: the program needs {size(floor)}, {size(planner.kept_bytes)} of them for "
-            "small and tied weights, which stay on the device, and the rest for the streamed weights that one region "
-            f"reads. Give memory={enough(floor)!r} or more, or {finer}."
+            f"small and tied weights, which stay on the device,{values} and the rest for the streamed weights that one "
+            f"region reads. Give memory={enough(floor)!r} or more, or {finer}."
         )
     return barely
 

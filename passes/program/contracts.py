@@ -15,6 +15,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind, group_name,
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.graph.sizes import is_size
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan, chunk_count
 from chunkflow_compile.passes.problem import Problem
 
@@ -63,12 +64,16 @@ def _check_computed(cut: Cut) -> None:
     top = {item for item in cut.sequence if isinstance(item, Node)}
     for counts, nodes in (
         (expected, [n for n in cut.source.graph.nodes if n not in top]),
-        (computed, [n for r in cut.sequence if isinstance(r, CutRegion) for n in r.module.graph.nodes]),
+        (computed, [n for r in cut.sequence if isinstance(r, CutRegion) for n in _computed(r)]),
     ):
         counts.update(str(n.target) for n in nodes if n.op == "call_function" and not is_view(n) and not is_size(n))
     for target in sorted(expected | computed):
         if expected[target] != computed[target]:
             _broken("regions", f"{target} is computed {computed[target]} times, {expected[target]} in the traced graph")
+
+
+def _computed(region: CutRegion) -> list[Node]:
+    return [node for node in region.module.graph.nodes if node.target is not UNPACK]
 
 
 def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:

@@ -210,6 +210,40 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both curves; how many weights are packed, and which; what they take on the device."""
+    file = tmp_path / "found.json"
+    model, sizes = f"{HERE / 'two_blocks.py'}:packable", ("--min-bytes", "64KiB", "--chunk-bytes", "64KiB")
+
+    def run(command: str, *arguments: str) -> str:
+        assert main([command, model, *arguments, *sizes]) == 0
+        return capsys.readouterr().out
+
+    shown = run("plan", "--pack", "--memory", "1280KiB", "--weights", "--json", str(file))
+    packed = Plan.from_json(file.read_text())
+    assert "packed                   8 of 12 weights, 2.0 MiB in 1.5 MiB, 256.0 KiB of values at a time" in shown
+    assert shown.count("host, packed") + shown.count("device, packed") == 8
+    assert packed.device_bytes <= (1280 - 256) << 10, "values count against the budget"
+    run("plan", "--memory", "1280KiB", "--json", str(file))
+    raw = Plan.from_json(file.read_text())
+    assert packed.predicted.step_s < 0.8 * raw.predicted.step_s and 0 < packed.moved_bytes < raw.moved_bytes
+    run("plan", "--pack", "auto", "--memory", "1280KiB", "--json", str(file))
+    assert Plan.from_json(file.read_text()) == packed, "the link is the bound"
+    shown = run("plan", "--curve", str(tmp_path / "curve.png"), "--pack", "--group-bytes", "1", "--json", str(file))
+    curve = json.loads(file.read_text())
+    assert shown.startswith("packed: 8 of 12", shown.index("\n\n") + 2)
+    assert curve["packed"][-1]["step_s"] > curve["points"][-1]["step_s"], "unpacking takes time"
+    assert min(p["step_s"] for p in curve["packed"] if p["memory"] < 1600 << 10) < min(
+        p["step_s"] for p in curve["points"] if p["memory"] < 1600 << 10
+    )
+    assert "bfloat16[512, 256], 256.0 KiB" in run("why", "blocks.1.up.weight", "--pack", "--memory", "1280KiB")
+    shown = run("simulate", "--pack", "--json", str(file))
+    assert "packed, but for policy resident: 8 of 12 weights" in shown
+    arms = json.loads(file.read_text())["arms"]
+    assert arms["resident"]["weights_total_bytes"] > 1.3 * arms["chunkflow"]["weights_total_bytes"]
+    assert "unpack(" in run("dump", "--pack", "--stage", "regions")
+
+
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import Block, InTurn, cut_of
 from torch import nn
 
 from chunkflow_compile.catalog.eager_cost import eager_cost
@@ -15,8 +17,11 @@ from chunkflow_compile.catalog.presets import OutputSizes, Preset
 from chunkflow_compile.catalog.published import PUBLISHED, Encoder, Published
 from chunkflow_compile.catalog.small import SMALL_MODELS, Size
 from chunkflow_compile.cli import pipeline
+from chunkflow_compile.cli.arguments import PACK
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.simulate.generation import Component
+from chunkflow_compile.hardware.headroom import budget_for
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.simulate.generation import Component, generations, least_budget
 
 pytest.importorskip("transformers")
 
@@ -113,6 +118,24 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
     assert all(resident[name] <= p["seconds"] for name, p in phases["chunkflow"].items())
+
+
+def test_a_generation_of_packed_weights() -> None:
+    """Within one budget, where the link is the bound: the planned way is faster, the others stay as they are."""
+    cut = cut_of(InTurn(Block(256) for _ in range(8)).bfloat16(), torch.randn(64, 256).bfloat16())
+    weights = cut.problem.total_bytes
+    component = Component(name="transformer", weights=weights, small=0, activations=0, calls=4, cut=cut)
+    machine, forms = replace(load_profile("rtx-4090-pcie"), h2d_bandwidth=1e9), ("no", "yes", "auto")
+    components = {pack: [replace(component, pack=PACK[pack])] for pack in forms}
+    least = {pack: least_budget(given, machine) for pack, given in components.items()}
+    assert least["auto"] == min(least.values()) < least["yes"], "the values of a weight are on the device too"
+    memory = budget_for(weights // 2)
+    ways = {pack: generations(given, machine, memory) for pack, given in components.items()}
+    seconds = {pack: way["chunkflow"][0].seconds for pack, way in ways.items()}
+    assert seconds["auto"] <= seconds["yes"] < 0.8 * seconds["no"]
+    assert all(way["chunkflow"][0].weights <= weights // 2 for way in ways.values())
+    for name in ("plain", "two blocks at a time"):
+        assert ways["yes"][name] == ways["no"][name]
 
 
 def check_timeline(events: list[dict[str, Any]], phases: list[dict[str, Any]]) -> None:

@@ -146,9 +146,15 @@ class _Kernel:
         arguments = op._schema.arguments
         self._writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         self._names = [a.name for a in arguments]
+        self._tensors = [str(a.type) == "Tensor" for a in arguments]
         self._attends = "scaled_dot_product" in op._schema.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # a number that torch has wrapped for the kernel comes bare
+        args = tuple(
+            torch.tensor(a) if tensor and isinstance(a, (bool, int, float)) else a
+            for a, tensor in zip(args, self._tensors, strict=False)
+        )
         flat = tree_flatten((args, kwargs))[0]
         device = _device(flat)
         try:

@@ -148,7 +148,8 @@ def test_a_part_is_judged_with_those_of_its_kind(traced: Traced) -> None:
         asked.append((len(problem.regions), *(ends or ())))
         raise ChunkflowError("too little")
 
-    coarsest.coarsest(make_cut(block, WEIGHT), repeats, None, no_plan)
+    finest = make_cut(block, WEIGHT)
+    coarsest.coarsest(finest, True, coarsest.judged(finest.problem, repeats, None, no_plan))
     calls = range(1, BLOCKS + 1)
     assert asked == [(BLOCKS * LAYERS, *(LAYERS * call for call in calls))], (
         "each block is a call, which ends by itself"

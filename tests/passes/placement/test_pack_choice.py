@@ -1,0 +1,98 @@
+"""Which weights a plan packs: none where copies hide, all where the link is the bound, a share of each block in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import Block, InTurn
+from torch import nn
+
+from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
+from chunkflow_compile.passes.placement.pack_choice import chosen, planned_for
+
+BLOCKS, WIDTH = 8, 256
+STEP = 0.01
+
+
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    return trace(InTurn(Block(WIDTH) for _ in range(BLOCKS)).bfloat16(), {"x": torch.randn(64, WIDTH).bfloat16()}, 0)
+
+
+def machine(cut: Cut, load: float) -> Hardware:
+    """All weights are computed with in ``STEP``, copied in ``load`` times that, and unpacked in a fifth of it."""
+    total, flops = cut.problem.total_bytes, sum(region.cost.flops for region in cut.problem.regions)
+    return replace(
+        load_profile("h100-nvlink"),
+        gemm_flops={"bfloat16": flops / STEP},
+        memory_bandwidth=10 * total / STEP,
+        h2d_bandwidth=total / (load * STEP),
+        **dict.fromkeys(("eta_gemm", "eta_pref", "eta_memory", "compute_slowdown"), 1.0),
+        **dict.fromkeys(("launch_s", "chunk_s", "kernel_s"), 0.0),
+        cache_bytes=0,
+    )
+
+
+def settings(cut: Cut, load: float, **other: object) -> Settings:
+    memory = round(0.6 * cut.problem.total_bytes)
+    return Settings(hardware=machine(cut, load), **{"memory": memory, "chunk_bytes": 16384, "group_bytes": 1, **other})
+
+
+def steps(cut: Cut, load: float) -> dict[str, float]:
+    """The predicted step with no weight, all, and those of the choice packed."""
+    names, goal = packable(cut), settings(cut, load)
+    best = choose_cut(cut.traced, replace(goal, pack="auto"))
+    cuts = {"none": cut, "all": packed(cut, names), "chosen": best}
+    return {form: make_plan(c.problem, goal).predicted.step_s for form, c in cuts.items()}
+
+
+@pytest.mark.parametrize(("load", "share"), [(1.6, 0.0), (2.2, 0.5), (4.0, 1.0)])
+def test_as_many_as_make_the_step_shorter(traced: Traced, load: float, share: float) -> None:
+    cut = make_cut(traced, 1)
+    names = choose_cut(traced, settings(cut, load, pack="auto")).packed
+    assert len(names) == share * 2 * BLOCKS == share * len(packable(cut))
+    positions = {name.split(".", 2)[2] for name in names}
+    assert len(names) == len(positions) * BLOCKS, "the same ones of each block"
+    step = steps(cut, load)
+    best = min(step["none"], step["all"])
+    assert step["chosen"] < best if share == 0.5 else step["chosen"] == best
+    assert chosen(cut, partial(make_plan, settings=settings(cut, load))) == names, "the same again"
+
+
+def test_what_settings_ask_for(traced: Traced) -> None:
+    cut = make_cut(traced, 1)
+    able, one = packable(cut), frozenset({"blocks.3.up.weight"})
+    for pack, names in ((False, frozenset()), (True, able), (one, one), (one | {"another"}, one)):
+        assert choose_cut(traced, settings(cut, 4.0, pack=pack)).packed == names
+    for without in ({"memory": None}, {"part": True}):
+        assert not choose_cut(traced, settings(cut, 4.0, pack="auto", **without)).packed, "nothing to judge it by"
+
+
+def test_a_plan_says_what_it_is_for(traced: Traced) -> None:
+    cut = make_cut(traced, 1)
+    goal = settings(cut, 2.2, pack="auto")
+    half = choose_cut(traced, goal)
+    plan = make_plan(half.problem, goal)
+    assert planned_for(cut, plan) == half.packed
+    assert choose_cut(traced, replace(goal, plan=plan, memory=None)).packed == half.packed
+
+
+def test_memory_in_which_only_packed_weights_fit() -> None:
+    """A region of six weights: those of three quarters and one unpacked are fewer bytes."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+    traced = trace(InTurn([layers]).bfloat16(), {"x": torch.randn(4, WIDTH).bfloat16()}, 0)
+    cut = make_cut(traced)
+    goal = settings(cut, 4.0, memory=cut.problem.total_bytes - 2048, group_bytes=None, chunk_bytes=1024)
+    with pytest.raises(ChunkflowError, match="too little"):
+        make_plan(cut.problem, goal)
+    assert choose_cut(traced, replace(goal, group_bytes=1 << 20, pack="auto")).packed == packable(cut)
