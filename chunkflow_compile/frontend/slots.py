@@ -228,7 +228,7 @@ class Slotted(nn.Module):
 
 def _values(weight: Any) -> torch.Tensor:
     """The values of an adapter's weight, which is offloaded if PEFT's own forward has read it."""
-    return weight.host if isinstance(weight, HostWeight) else weight
+    return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
 
 def _state(weight: Any) -> tuple[int, int, int]:

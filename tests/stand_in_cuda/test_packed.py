@@ -60,7 +60,7 @@ def test_equal_to_raw_ones(cudagraphs: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "by_kind"), [("qwen-image", True), ("wan", False)])
 def test_other_families(family: str, by_kind: bool) -> None:
     model, twin = (small_model(family, SIZE).to(torch.bfloat16).cuda() for _ in range(2))
-    options: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 1 << 12, "lowering": "eager", "policy": "layerwise"}
+    options: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 1 << 12, "lowering": "eager", "memory": "2MiB"}
     if by_kind:
         run: Any = compile(model, device="cuda", pack=True, **options)
     else:
