@@ -128,7 +128,8 @@ class Turns:
         load = self._hold_pace()
         link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
-        measured = {frozenset[str](): (self._newest.code, self._calibrate())}
+        timings = self._calibrate()
+        measured = {frozenset[str](): (self._newest.code, timings)}
         if any(arm.pack for arm in job.arms):
             packed, times = self._calibrate_packed()
             measured[packed.packed] = packed, times
@@ -152,11 +153,11 @@ class Turns:
             # timed in the same minutes as the arms: the machine's speed changes
             timings = self._timings(resident.code.program.plan, resident.measurements)
             measured[frozenset()] = resident.code, timings
-        slowdown = self._slowdown() if RESIDENT in self.arms else 1.0
-        timings_of = {form: replace(times, compute_slowdown=slowdown) for form, (_, times) in measured.items()}
+            slowdown = self._slowdown()
+            measured = {f: (code, replace(t, compute_slowdown=slowdown)) for f, (code, t) in measured.items()}
         return RankRun(
-            arms={arm.name: self._result(self.arms[arm.name], timings_of) for arm in job.arms},
-            total_bytes=self._newest.program.problem.total_bytes,
+            arms={arm.name: self._result(self.arms[arm.name], measured) for arm in job.arms},
+            total_bytes=measured[frozenset()][0].program.problem.total_bytes,
             link=link,
             load=load,
             machine=device_name(self.device),
@@ -408,7 +409,7 @@ class Turns:
             return sum(peer.held for peer in {other.peer for other in self.arms.values()} if peer is not None)
         return torch.cuda.memory_allocated(self.device) - arm.peer.held
 
-    def _result(self, arm: RunningArm, timings: Mapping[frozenset[str], Timings]) -> ArmRun:
+    def _result(self, arm: RunningArm, measured: Measured) -> ArmRun:
         right = self.arms[RESIDENT].outputs if RESIDENT in self.arms else {}
         off = [_relative_difference(value, right[step]) for step, value in arm.outputs.items() if step in right]
         return ArmRun(
@@ -418,7 +419,9 @@ class Turns:
             host_waits=min(h.waits for h in arm.host),
             peak_bytes=arm.peak_bytes,
             difference=max(off) if off else None,
-            program=None if arm.code is None else self._program(arm.code, arm.measurements, timings[arm.code.packed]),
+            program=None
+            if arm.code is None
+            else self._program(arm.code, arm.measurements, measured[arm.code.packed][1]),
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
