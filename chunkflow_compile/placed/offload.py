@@ -131,10 +131,15 @@ def _packed_names(
     names = packable(root, weights, dtype_of) if pack is True else frozenset[str]()
     if pack is True and not names:
         kinds = sorted({str(dtype_of(names[0], p)).removeprefix("torch.") for names, p in weights})
-        are = f"its weights are {', '.join(kinds)}" if kinds else "it has no large weights"
+        are = f"its large weights are {', '.join(kinds)}" if kinds else "it has no large weights"
+        fix = (
+            "Leave out pack"
+            if "bfloat16" in kinds
+            else "Load it in bfloat16 or pass dtype=torch.bfloat16, or leave out pack"
+        )
         raise ChunkflowError(
-            f"pack=True packs contiguous weights of bfloat16, each of one name, and {type(root).__name__} has none: {are}. "
-            "Load the model in bfloat16, or pass dtype=torch.bfloat16; or leave out pack."
+            f"pack=True packs contiguous weights of bfloat16, each with one name and outside of tensor subclasses, and "
+            f"{type(root).__name__} has none: {are}. {fix}."
         )
     return names
 

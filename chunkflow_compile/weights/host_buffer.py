@@ -293,6 +293,8 @@ class HostBuffer:
         with self._quiet():
             self.sync_copies()
             raw = self._backing
+            if self._used and self._store is not None:
+                self._store.end_programs()  # they refer to what they copy
             self.packable = self.fill is None and not self._used and raw.where is Where.OWN
             packed = Packed.of(self.host) if self.packable else None
             if packed is not None:
@@ -316,8 +318,11 @@ class HostBuffer:
             backing = self._backing
             if isinstance(backing, Packed):
                 self.check()
-                backing.open(self.name, lazily)
-                self._become_raw()
+                try:
+                    backing.open(self.name, lazily)
+                finally:
+                    if backing.is_open:  # also after an interrupt
+                        self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
             self.packable = False

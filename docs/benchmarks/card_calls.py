@@ -42,6 +42,8 @@ from chunkflow_compile.catalog.presets import OutputSizes, preset
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
+from chunkflow_compile.passes.packing import UNPACK, Layout, pack
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.first_step import first_step_phases
 
@@ -51,6 +53,7 @@ SMALL = Size(layers=4, singles=4, heads=4, head_dim=64, frames=2, height=8, widt
 # Of the bytes of all weights, that a plan may have on the card: the least is what layerwise takes for FLUX and a little more.
 # Small models have no room for the next block there.
 SHARES, SMALL_SHARES = (0.82, 0.065), (0.82, 0.6)
+PACKED_SHARES = (0.065, 0.46)
 CYCLE_SHARES, SMALL_CYCLE_SHARES = (0.8, 0.2), (0.8, 0.6)
 # What a pipeline gets beside half of its weights.
 ACTIVATIONS, SMALL_ACTIVATIONS = 2 << 30, 4 << 20
@@ -69,7 +72,7 @@ class Subject:
 
     name: str
     model: nn.Module
-    inputs: Sequence[dict[str, Any]]
+    inputs: list[dict[str, Any]]
     options: dict[str, Any]
     small: bool
 
@@ -324,10 +327,51 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
             yield {"arm": arm, **figures, **calls, "equal": equal(outputs(both), right)}
 
 
+def packed(name: str, small: bool) -> Iterator[Figures]:
+    """``compile(pack=True)`` beside the same model raw, at the same memory, with the same cuts; and the unpacking alone."""
+    arms, right = dict[str, Subject](), dict[float, list[torch.Tensor]]()
+    for arm in ("raw", "packed"):
+        subject = arms[arm] = make(name, small)
+        subject.model.to(torch.bfloat16)
+        subject.inputs[:] = tree_map_only(torch.Tensor, _in_bfloat16, subject.inputs)
+        cut = {"group_bytes": 1 << 14 if small else DEFAULT_GROUP_BYTES, "memory": subject.weights}
+        yield {"arm": f"{arm}, first step", **first_step(subject, pack=arm == "packed", **cut)}
+    for share in SMALL_SHARES if small else PACKED_SHARES:
+        for arm, subject in arms.items():
+            replan(subject.model, memory=int(share * subject.weights))
+            figures, found = measured([subject]), outputs([subject])
+            same = {"equal": equal(found, right.setdefault(share, found))} if arm == "packed" else {}
+            right.setdefault(share, found)
+            yield {"arm": f"{arm}, {100 * share:.1f} %", **figures, **same}
+    yield {"arm": "unpacking alone", **_unpacking((1 << 20) if small else 1 << 26)}
+
+
+def _in_bfloat16(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.bfloat16) if value.is_floating_point() else value
+
+
+def _unpacking(numel: int) -> Figures:
+    """Rate of bytes that are read and written, by Inductor's code, for weights that the caches of a card do not hold."""
+    stored = torch.zeros(Layout.of(numel).words, dtype=torch.int32)
+    pack((0.02 * torch.randn(numel)).to(torch.bfloat16), stored)
+    on_card = stored.cuda()
+    unpack = torch.compile(lambda values: UNPACK(values, [numel]))
+    unpack(on_card)
+    rows = []
+    for _ in range(ROWS):
+        watch = Stopwatch(torch.device("cuda", 0))
+        for _ in range(10 * STEPS):
+            unpack(on_card)
+        rows.append(watch.stop() / (10 * STEPS))
+    seconds = median(rows)
+    return {"unpack_ms": 1e3 * seconds, "moved_per_s": (on_card.nbytes + 2 * numel) / seconds}
+
+
 # The most important first.
 CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
     "compile": by_kind,
     "graph": graph,
+    "packed": packed,
     "second process": second,
     "apply": applied,
     "adapters": adapters,
@@ -336,8 +380,11 @@ CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
     "repeated blocks, second process": repeated,
 }
 ORDER = (
-    *((case, FLUX) for case in ("compile", "second process", "graph", "apply", "adapters", "repeated blocks", "cycle")),
-    *((case, WAN) for case in ("compile", "second process", "apply", "adapters", "repeated blocks")),
+    *(
+        (case, FLUX)
+        for case in ("compile", "second process", "graph", "packed", "apply", "adapters", "repeated blocks", "cycle")
+    ),
+    *((case, WAN) for case in ("compile", "second process", "packed", "apply", "adapters", "repeated blocks")),
     ("repeated blocks, second process", FLUX),
 )
 

@@ -93,13 +93,15 @@ def test_what_users_call(tmp_path: Path, scripts: None) -> None:
 
     out, script = tmp_path / "gpu_calls.jsonl", str(ROOT / "docs" / "benchmarks" / "card_calls.py")
     model = "wan2.2-ti2v-5b"
-    cases = [f"{case} {model}" for case in ("compile", "apply", "adapters")]
+    cases = [f"{case} {model}" for case in ("compile", "packed", "apply", "adapters")]
     call = (sys.executable, script, "--out", str(out), "--small", "--cases", ",".join(cases))
     run(*call, STAND_IN_COMPUTE="1")
     found = lines_of(out)
-    assert [line["case"] for line in found if line.get("ended")] == ["compile", "apply", "adapters"]
+    assert [line["case"] for line in found if line.get("ended")] == ["compile", "packed", "apply", "adapters"]
     equal = [(line["case"], line["arm"], line["equal"]) for line in found if "equal" in line]
-    assert [case for case, _, same in equal if same] == 3 * ["compile"] + ["apply"] + 2 * ["adapters"], equal
+    assert [case for case, _, same in equal if same] == [*3 * ["compile"], *2 * ["packed"], "apply"] + 2 * [
+        "adapters"
+    ], equal
     for line in found:
         if "step_ms" in line:
             assert line["step_ms"] > 0 < line["host_ms"] and (line["moved_bytes"] > 0) == (

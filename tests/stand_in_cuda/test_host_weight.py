@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import stream_inside
 
@@ -44,6 +45,37 @@ def test_it_is_read_and_written_from_host_memory() -> None:
     assert torch.cuda.memory_allocated() - before < MIB, "what was fetched is not kept"
     steps(run, twin)
     assert programs(model)[0].plan.moved_bytes > 0
+
+
+@torch.no_grad()
+def test_a_packed_weight_is_read_and_written_from_host_memory() -> None:
+    """By eager ops, moved to the host and back without memory, exchanged, and restored to the card."""
+    model, twin = (Stack(width=256).to("cuda", torch.bfloat16).requires_grad_(False) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    offload(model, pack=True, min_bytes=MIB // 8)
+    for step in range(3):
+        for m in (model, twin):
+            for p in m.parameters():
+                if p.dim() == 2:
+                    p.view(-1)[5:9].fill_(0.5)
+                    p.t().mul_(0.5)
+                    p.data *= 1.25
+                    p[1].lerp_(p[0], 0.25)
+            m._apply(lambda t: t.cpu().cuda())
+        found = [buffer for w in weights(model) if (buffer := buffer_of(w)) is not None]
+        assert found and all(b.is_packed and b.nbytes < 0.77 * b.host.nbytes for b in found)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q) and torch.equal(p.cpu(), q.cpu()) and p.sum() == q.sum(), step
+        x = torch.randn(16, 8, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(model(x), twin(x))
+    assert all(torch.equal(v, twin.state_dict()[n].cpu()) for n, v in model.state_dict().items())
+    weight = weights(model)[0]
+    weight.copy_(torch.exp(30 * torch.randn_like(weight.cpu(), dtype=torch.float32)))
+    assert not weight.buffer.is_packed and all(w.buffer.is_packed for w in weights(model)[1:])
+    values = [p.cpu() for p in model.parameters()]
+    restore(model)
+    for p, value in zip(model.parameters(), values, strict=True):
+        assert p.device.type == "cuda" and not isinstance(p, HostWeight) and torch.equal(p.cpu(), value)
 
 
 def test_what_apply_makes_of_a_copy_on_the_host_is_its_value() -> None:

@@ -19,8 +19,8 @@ from .test_captured import on_cuda
 SIZE = Size(layers=2, singles=2, heads=4, head_dim=32, frames=2, height=8, width=8, text=8)
 
 
-def inputs_of(seed: int) -> dict[str, Any]:
-    inputs = on_cuda(small_inputs("flux", SIZE, seed))
+def inputs_of(seed: int, family: str = "flux") -> dict[str, Any]:
+    inputs = on_cuda(small_inputs(family, SIZE, seed))
     return {n: v.to(torch.bfloat16) if torch.is_tensor(v) and v.is_floating_point() else v for n, v in inputs.items()}
 
 
@@ -55,3 +55,19 @@ def test_equal_to_raw_ones(cudagraphs: bool, tmp_path: Path) -> None:
         assert programs(model)[0].call.captures.launches > 3
     restore(model, "cpu")
     assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("family", "by_kind"), [("qwen-image", True), ("wan", False)])
+def test_other_families(family: str, by_kind: bool) -> None:
+    model, twin = (small_model(family, SIZE).to(torch.bfloat16).cuda() for _ in range(2))
+    options: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 1 << 12, "lowering": "eager", "policy": "layerwise"}
+    if by_kind:
+        run: Any = compile(model, device="cuda", pack=True, **options)
+    else:
+        run = torch.compile(offload(model, "cuda", min_bytes=4096, pack=True), backend="chunkflow", options=options)
+    with torch.no_grad():
+        for step in range(5):
+            inputs = inputs_of(step, family)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), step
+    placement = placement_of(model)
+    assert packed(model) and placement is not None and placement.store.counts.moved_bytes > 0

@@ -8,28 +8,27 @@ import io
 import os
 import pickle
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import Tabled, in_memory, load_stack, stack
+from conftest import EAGER
+from helpers import stack
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
 from test_host_weight import ON_MODELS, READS, WRITES
 from test_host_weight import same as alike
 from test_killed_ranks import without_name
-from test_shared_weights import said_here
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.placed.placement import placement_of
-from chunkflow_compile.weights import drive, loader
+from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.weights import drive
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
@@ -251,6 +250,26 @@ def test_it_is_packed_and_unpacked_in_its_place() -> None:
     assert torch.equal(kept[0], twin.get_parameter(OTHER)[1:])
 
 
+def test_programs_end_when_what_they_copy_is_packed() -> None:
+    model, twin = pair("auto")
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": LEAST})
+
+    def steps() -> Solo:
+        for _ in range(2):
+            x = torch.randn(4, 8).to(BF16)
+            assert torch.equal(run(x), twin(x))
+        (program,) = programs(model)
+        assert [m.moved_bytes for m in program.measurements[-2:]] == [program.plan.moved_bytes] * 2 != [0, 0]
+        return program
+
+    before = steps()
+    assert all(buffer.pack() for buffer in buffers(model).values()) and before.closed and programs(model) == ()
+    assert packed(model) and same(model, twin)
+    for buffer in buffers(model).values():
+        buffer.unpack()
+    assert steps() is not before
+
+
 class Reader:
     """A device that copies from pinned memory."""
 
@@ -352,209 +371,6 @@ def test_threads_read_while_it_is_written() -> None:
     thread.join()
     assert len(seen) >= 20 and {*seen} & sums
     assert same(model, twin)
-
-
-# What cannot be packed: a model, what the call is given, and the sentence.
-REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "float32": (
-        lambda: stack(),
-        {},
-        "Stack has none: its weights are float32. Load the model in bfloat16, or pass dtype=",
-    ),
-    "float16": (lambda: stack().half(), {}, "has none: its weights are float16"),
-    "cast": (plain, {"dtype": torch.float32}, "has none: its weights are float32"),
-    "small": (plain, {"min_bytes": 1 << 30}, "has none: it has no large weights"),
-    "a word": (plain, {"pack": "all"}, "pack is True, False or \"auto\", not 'all'"),
-    "a number": (plain, {"pack": 2}, 'pack is True, False or "auto", not 2'),
-    "placed": (lambda: offload(plain(), min_bytes=LEAST), {}, "are offloaded already"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_model_that_cannot_be_packed(what: str) -> None:
-    make, given, said = REFUSED[what]
-    model = make()
-    before = placement_of(model)
-    with pytest.raises(ChunkflowError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        offload(model, **{"min_bytes": LEAST, "pack": True, **given})
-    assert placement_of(model) is before and torch.equal(next(model.parameters()), next(make().parameters()))
-
-
-def test_what_stays_raw_in_a_model_that_is_packed() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Module()
-        for name, values in {
-            "packed": torch.randn(64, 64, dtype=BF16),
-            "float32": torch.randn(64, 64),
-            "float16": torch.randn(64, 64).half(),
-            "int8": torch.randint(-9, 9, (64, 64), dtype=torch.int8),
-            "strided": torch.randn(64, 64, dtype=BF16).t(),
-            "tied": torch.randn(64, 64, dtype=BF16),
-            "escapes": heavy(torch.empty(64, 64, dtype=BF16)),
-        }.items():
-            model.register_parameter(name, nn.Parameter(values, requires_grad=False))
-        model.register_parameter("other", model.tied)
-        return model
-
-    model, twin = make(), make()
-    offload(model, min_bytes=LEAST, pack=True)
-    assert packed(model) == {"packed"} and len(buffers(model)) == 7
-    assert not any(buffer.packable for name, buffer in buffers(model).items() if name != "packed")
-    assert same(model, twin)
-    restore(model)
-    assert same(model, twin)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> str:
-    """A checkpoint in bfloat16."""
-    torch.manual_seed(0)
-    save_file(Tabled().to(BF16).state_dict(), tmp_path / "model.safetensors")
-    return str(tmp_path / "model.safetensors")
-
-
-@pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Bytes of memory in all pages of a move, each time that a weight has been packed."""
-    plain, pack, found, counted = (
-        loader.empty_pages,
-        loader.pack_into,
-        list[weakref.ref[torch.UntypedStorage]](),
-        list[int](),
-    )
-
-    def empty(like: torch.Tensor) -> torch.Tensor:
-        made = plain(like)
-        found.append(weakref.ref(made.untyped_storage()))
-        return made
-
-    def packs(*args: Any) -> bool:
-        fits = pack(*args)
-        live = [torch.empty(0, dtype=torch.uint8).set_(storage) for ref in found if (storage := ref()) is not None]
-        counted.append(sum(map(held, live)))
-        return fits
-
-    monkeypatch.setattr(loader, "empty_pages", empty)
-    monkeypatch.setattr(loader, "pack_into", packs)
-    yield counted
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_packing_takes_one_weight_more_than_it_leaves(tmp_path: Path, cast: bool, pages: list[int]) -> None:
-    torch.manual_seed(0)
-    state = {f"{i}.weight": torch.randn(256, 256).to(torch.float32 if cast else BF16) for i in range(40)}
-    save_file(state, tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in state)).requires_grad_(False)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
-    offload(model, min_bytes=LEAST, pack=True, dtype=BF16 if cast else None)
-    raw = sum(p.nbytes for p in model.parameters())
-    assert len(packed(model)) == len(pages) == 40 and max(pages) <= 0.82 * raw
-    placed = buffers(model).values()
-    assert all(held(b.host) == 0 and held(b.stored) == whole_pages(b.nbytes) for b in placed)
-    assert sum(b.nbytes for b in placed) <= 0.76 * raw
-    assert all(torch.equal(p, state[n].to(BF16)) for n, p in model.named_parameters())
-
-
-def test_the_drive_has_packed_bytes(saved: str) -> None:
-    """Also of weights that lie in their checkpoint; what is written goes to host memory, packed."""
-    model, twin = load_stack(saved), in_memory(load_stack(saved))
-    offload(model, min_bytes=LEAST, pack=True, host_memory=0)
-    found = buffers(model)
-    assert packed(model) == {*found} and all(b.scratch and b.where is Where.FILE for b in found.values())
-    file = next(iter(found.values())).drive.file
-    placed = next(iter(found.values())).store.buffers
-    assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(b.nbytes) for b in placed)
-    assert all(
-        torch.equal(b.drive.read_all(), b.stored.view(torch.uint8)) and held(b.host) == 0 for b in found.values()
-    )
-    for m in (model, twin):
-        m.get_parameter(NAME).mul_(1.5)
-        m.get_parameter(OTHER).copy_(heavy(m.get_parameter(OTHER)))
-    assert found[NAME].is_packed and found[NAME].where is found[OTHER].where is Where.OWN and not found[OTHER].is_packed
-    assert same(model, twin)
-    restore(model)
-    assert same(model, twin)
-    model = load_stack(saved)
-    whole = sum(Layout.of(t.numel()).nbytes for t in (*twin.parameters(), *twin.buffers()) if t.nbytes >= LEAST)
-    offload(model, min_bytes=LEAST, pack=True, host_memory=whole // 2)
-    store = next(iter(buffers(model).values())).store
-    assert 0 < store.held_bytes <= whole // 2 and packed(model) == {*buffers(model)}
-
-
-def test_a_checkpoint_that_changes_while_it_is_packed(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pack = load_stack(saved), loader.pack_into
-
-    def packs(*args: Any) -> bool:
-        os.utime(saved, ns=(1, 1))
-        return pack(*args)
-
-    monkeypatch.setattr(loader, "pack_into", packs)
-    with pytest.raises(ChunkflowError, match="was changed while its weights were read"):
-        offload(model, min_bytes=LEAST, pack=True)
-    assert placement_of(model) is None and same(model, load_stack(saved))
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_move_that_fails_is_undone(saved: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there is no more room than the weights had before."""
-    model = load_stack(saved) if mapped else in_memory(load_stack(saved))
-    pack, done, no_memory = loader.pack_into, list[bool](), full()
-
-    def packs(*args: Any) -> bool:
-        if len(done) == 5:
-            no_memory.__enter__()
-            raise ChunkflowError("it fails")
-        done.append(pack(*args))
-        return done[-1]
-
-    monkeypatch.setattr(loader, "pack_into", packs)
-    with pytest.raises(ChunkflowError, match="it fails"):
-        offload(model, min_bytes=LEAST, pack=True)
-    no_memory.__exit__(None, None, None)
-    assert all(done) and placement_of(model) is None and not any(isinstance(p, HostWeight) for p in model.parameters())
-    assert same(model, load_stack(saved))
-
-
-def on_two_ranks(rank: int, file: str, host_memory: int | None) -> None:
-    """One packed copy; each rank has its own of what it writes, of what differs, and of what does not fit."""
-    model, twin = load_stack(file), in_memory(load_stack(file))
-    escapes = "blocks.2.up.weight"
-    for m in (model, twin):
-        m.get_parameter(escapes).copy_(heavy(m.get_parameter(escapes)))
-        if rank == 1:
-            m.get_parameter(OTHER)[-1, -1] += 1
-    records, place = said_here(), Where.SHARED if host_memory is None else Where.FILE
-    offload(model, min_bytes=LEAST, share=True, pack=True, host_memory=host_memory)
-    found = buffers(model)
-    assert packed(model) == {*found} - {escapes} and same(model, twin)
-    assert [r for r in records if "other values" in r] == [
-        f"rank 1 has other values than rank 0 in {OTHER}, and keeps its own copy of them"
-    ]
-    own = {n for n, b in found.items() if b.where is not place}
-    if host_memory is None:
-        assert own == ({escapes, OTHER} if rank else {escapes})
-    else:
-        assert all(b.scratch and b.drive.nbytes == b.nbytes for b in found.values())
-    dist.barrier()
-    if rank == 0:
-        for m in (model, twin):
-            m.get_parameter(NAME)[1:].mul_(1.5)
-            m.get_parameter("blocks.3.up.weight").copy_(heavy(m.get_parameter("blocks.3.up.weight")))
-        assert found[NAME].is_packed and found[NAME].where is Where.OWN
-    dist.barrier()
-    assert same(model, twin)
-    state = model.state_dict()
-    assert all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
-    dist.barrier()
-    restore(model)
-    assert same(model, twin)
-
-
-@pytest.mark.parametrize("host_memory", [None, 0])
-def test_ranks_share_one_packed_copy(on_ranks: Callable[..., None], saved: str, host_memory: int | None) -> None:
-    on_ranks(on_two_ranks, saved, host_memory)
 
 
 def test_a_small_model_is_saved_as_it_was(tmp_path: Path) -> None:
