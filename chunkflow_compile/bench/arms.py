@@ -9,10 +9,13 @@ from typing import Any
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import POLICIES, Pack, Policy
+from chunkflow_compile.passes.pipeline import make_plan
+from chunkflow_compile.passes.placement.pack_choice import chosen
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.runtime.codes import Code
 
 from .peers import PEER_ARMS
 
@@ -21,6 +24,8 @@ from .peers import PEER_ARMS
 MISJUDGED, REPLANNED = "misjudged", "replanned"
 WRONG_BY = 2.0
 REPLAN_AFTER = 2
+# Names of packed weights -> the code of a resident step with them, and its measured times.
+Measured = Mapping[frozenset[str], tuple[Code, Timings]]
 _FORMS: Mapping[str, Pack] = {"pack": True, "auto": "auto"}
 
 
@@ -88,6 +93,19 @@ def settings_of(
         slower = tuple(WRONG_BY * s for s in timings.compute_s)
         timings = replace(timings, compute_s=slower, copy_rate=WRONG_BY * rate)
     return {"policy": arm.policy, "memory": memory, "timings": timings}
+
+
+def form_of(arm: Arm, measured: Measured, settings: Mapping[str, Any]) -> tuple[Code, Timings]:
+    """The code of the form that an arm runs, and its times: where the arm leaves it open, as pack_choice.py decides."""
+    (raw, raw_times), (packed, packed_times) = measured[frozenset()], [*measured.values()][-1]
+    if arm.pack == "auto":
+
+        def plan(problem: Problem) -> Plan:
+            times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
+            return make_plan(problem, replace(raw.settings, **{**settings, "timings": times}, likes=(), pack=False))
+
+        return measured[chosen(raw.cut, plan)]
+    return (packed, packed_times) if arm.pack else (raw, raw_times)
 
 
 def block_bytes(problem: Problem) -> int:

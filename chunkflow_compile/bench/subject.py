@@ -51,7 +51,8 @@ def _model_and_inputs(job: Job, device: torch.device) -> tuple[nn.Module, Callab
 
 
 def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    cast: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    return cast
 
 
 def first(output: Any) -> torch.Tensor:

@@ -31,10 +31,7 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.pack import packable
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import Pack
-from chunkflow_compile.passes.pipeline import make_plan
-from chunkflow_compile.passes.placement.pack_choice import chosen
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cuda_graphs import PASSES
@@ -44,7 +41,7 @@ from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
 from chunkflow_compile.weights.host_buffer import buffer_of
 
-from .arms import REPLAN_AFTER, REPLANNED, Arm, settings_of
+from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, settings_of
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
@@ -53,8 +50,6 @@ from .peers import APPLY, BY_KIND, GRAPH, INDUCTOR_GRAPH, OFFLOADED, describe_ca
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
-# Names of packed weights -> the code of a resident step with them, and its measured times.
-Measured = Mapping[frozenset[str], tuple[Code, Timings]]
 # Resident steps whose median compute sets the bandwidth of the link.
 COMPUTE_STEPS = 4
 # Calls before the first one that counts.  Blocks that are compiled by kind run as a cycle from the third on, those of a
@@ -128,7 +123,8 @@ class Turns:
         load = self._hold_pace()
         link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
-        measured = {frozenset[str](): (self._newest.code, self._calibrate())}
+        timings = self._calibrate()
+        measured = {frozenset[str](): (self._newest.code, timings)}
         if any(arm.pack for arm in job.arms):
             packed, times = self._calibrate_packed()
             measured[packed.packed] = packed, times
@@ -152,11 +148,11 @@ class Turns:
             # timed in the same minutes as the arms: the machine's speed changes
             timings = self._timings(resident.code.program.plan, resident.measurements)
             measured[frozenset()] = resident.code, timings
-        slowdown = self._slowdown() if RESIDENT in self.arms else 1.0
-        timings_of = {form: replace(times, compute_slowdown=slowdown) for form, (_, times) in measured.items()}
+            slowdown = self._slowdown()
+            measured = {f: (code, replace(t, compute_slowdown=slowdown)) for f, (code, t) in measured.items()}
         return RankRun(
-            arms={arm.name: self._result(self.arms[arm.name], timings_of) for arm in job.arms},
-            total_bytes=self._newest.program.problem.total_bytes,
+            arms={arm.name: self._result(self.arms[arm.name], measured) for arm in job.arms},
+            total_bytes=measured[frozenset()][0].program.problem.total_bytes,
             link=link,
             load=load,
             machine=device_name(self.device),
@@ -315,7 +311,7 @@ class Turns:
             if planned is None:
                 plan, problem, rate = layerwise.program.plan, code.program.problem, self.hardware.copy_rate
                 settings = settings_of(arm, plan, problem, timings, rate, self.job.regime.most)
-                base, times = _form(arm, measured, settings)
+                base, times = form_of(arm, measured, settings)
                 planned = base.remade(**{**settings, "timings": times} if arm.pack else settings)
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
@@ -408,7 +404,7 @@ class Turns:
             return sum(peer.held for peer in {other.peer for other in self.arms.values()} if peer is not None)
         return torch.cuda.memory_allocated(self.device) - arm.peer.held
 
-    def _result(self, arm: RunningArm, timings: Mapping[frozenset[str], Timings]) -> ArmRun:
+    def _result(self, arm: RunningArm, measured: Measured) -> ArmRun:
         right = self.arms[RESIDENT].outputs if RESIDENT in self.arms else {}
         off = [_relative_difference(value, right[step]) for step, value in arm.outputs.items() if step in right]
         return ArmRun(
@@ -418,7 +414,9 @@ class Turns:
             host_waits=min(h.waits for h in arm.host),
             peak_bytes=arm.peak_bytes,
             difference=max(off) if off else None,
-            program=None if arm.code is None else self._program(arm.code, arm.measurements, timings[arm.code.packed]),
+            program=None
+            if arm.code is None
+            else self._program(arm.code, arm.measurements, measured[arm.code.packed][1]),
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
@@ -431,19 +429,6 @@ class Turns:
             predicted=play_program(code.program, self.hardware, timings),
             measurements=tuple(measurements),
         )
-
-
-def _form(arm: Arm, measured: Measured, settings: Mapping[str, Any]) -> tuple[Code, Timings]:
-    """The code of the form that an arm runs, and its times: where the arm leaves it open, as pack_choice.py decides."""
-    (raw, raw_times), (packed, packed_times) = measured[frozenset()], [*measured.values()][-1]
-    if arm.pack == "auto":
-
-        def plan(problem: Problem) -> Plan:
-            times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
-            return make_plan(problem, replace(raw.settings, **{**settings, "timings": times}, likes=(), pack=False))
-
-        return measured[chosen(raw.cut, plan)]
-    return (packed, packed_times) if arm.pack else (raw, raw_times)
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:

@@ -200,6 +200,8 @@ arms:
   resident, layerwise, layerwise-barrier, host-yield
   chunkflow             within the bytes of layerwise; in compute-rich, within a quarter of all bytes
   chunkflow@40%         within these bytes and those of 40 % of the blocks
+  chunkflow+pack        with weights packed, within the same bytes; chunkflow+auto where that is predicted to be faster;
+                        also as chunkflow@40%+pack
   layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others layerwise
   misjudged             chunkflow, planned as if compute took twice as long and the link were twice as fast
   replanned             misjudged with replan_after=2

@@ -90,8 +90,12 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_shares_of_blocks() -> None:
-    arms = [(arm.policy, arm.residency) for arm in parse_arms(["resident", "chunkflow@40%"])]
-    assert arms == [("resident", None), ("chunkflow", 0.4)]
+    parsed = parse_arms(["resident", "chunkflow@40%", "chunkflow@40%+pack", "chunkflow+auto"])
+    arms = [(arm.policy, arm.residency, arm.pack) for arm in parsed]
+    shares = [("chunkflow", 0.4, False), ("chunkflow", 0.4, True), ("chunkflow", None, "auto")]
+    assert arms == [("resident", None, False), *shares]
+    with pytest.raises(ChunkflowError, match="there is no arm 'layerwise\\+pack'"):
+        parse_arms(["layerwise+pack"])
     found = blocks_problem(4)
     inside = [w for w in found.weights if w.uses]
     assert block_bytes(found) * len(block_regions(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
