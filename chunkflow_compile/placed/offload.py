@@ -132,6 +132,8 @@ def _packed_names(
     if pack is True and not names:
         kinds = sorted({str(dtype_of(names[0], p)).removeprefix("torch.") for names, p in weights})
         are = f"its weights are {', '.join(kinds)}" if kinds else "it has no large weights"
+        if any(isinstance(p, HostWeight) for _, p in weights):
+            are = "its weights are those of a copy of an offloaded model, which keep their host memory"
         raise ChunkflowError(
             f"pack=True packs contiguous weights of bfloat16, each of one name, and {type(root).__name__} has none: {are}. "
             "Load the model in bfloat16, or pass dtype=torch.bfloat16; or leave out pack."

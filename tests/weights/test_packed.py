@@ -313,9 +313,15 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     del state, again, file, copies, other
     gc.collect()
     assert without_name() == before
-    monkeypatch.setattr(drive, "_file_system", lambda folder: "tmpfs")
-    state = model.state_dict()
-    assert without_name() == before and all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+    for change in (
+        (drive, "_file_system", lambda folder: "tmpfs"),
+        (drive.shutil, "disk_usage", lambda folder: os.statvfs(tmp_path / "gone")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            state = model.state_dict()
+            assert without_name() == before and all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+            del state
 
 
 def test_code_of_another_compiler_writes_it() -> None:
@@ -367,6 +373,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a word": (plain, {"pack": "all"}, "pack is True, False or \"auto\", not 'all'"),
     "a number": (plain, {"pack": 2}, 'pack is True, False or "auto", not 2'),
     "placed": (lambda: offload(plain(), min_bytes=LEAST), {}, "are offloaded already"),
+    "a copy": (
+        lambda: copy.deepcopy(offload(plain(), min_bytes=LEAST)),
+        {},
+        "has none: its weights are those of a copy of an offloaded model, which keep their host memory. ",
+    ),
 }
 
 
