@@ -143,11 +143,9 @@ class Options:
             ("cudagraphs", get_args(CudaGraphsWanted)),
             ("pack", get_args(Pack)),
         ):
-            if getattr(self, name) not in allowed:
+            if (value := getattr(self, name)) not in allowed or not isinstance(value, str | bool):  # 1 == True
                 listed = ", ".join(map(str, allowed))
-                raise ChunkflowError(
-                    f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {listed}."
-                )
+                raise ChunkflowError(f"Option {ALIASES.get(name, name)}={value!r} is unknown; use one of {listed}.")
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":
                 whole_number(getattr(self, name), f"Option {name}", least)

@@ -86,8 +86,8 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
     flat = values.reshape(-1)
     layout = Layout.of(flat.numel())
     base = _base(flat.view(torch.int16))
-    found = run(lambda first: _pack_piece(flat, layout, base, first, out), range(0, layout.frames, _PIECE))
-    at = torch.cat([*found])
+    escapes = run(lambda first: _pack_piece(flat, layout, base, first, out), range(0, layout.frames, _PIECE))
+    at = torch.cat([*escapes])
     if len(at) > layout.room:
         return False
     body, room = 3 * layout.h * layout.frames, layout.room
@@ -137,9 +137,8 @@ def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
 def _words_at(flat: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The words of two values at these positions."""
     first = 2 * positions.to(torch.int64)
+    # of an odd number of values the last word has one; what stands beside it is cut off
     low, high = (flat.view(torch.int16)[(first + i).clamp(max=len(flat) - 1)].to(torch.int32) for i in (0, 1))
-    high = torch.where(first + 1 < len(flat), high, 0)
-    low = torch.where(first < len(flat), low, 0)
     return (low & 0xFFFF) | (high << 16)
 
 

@@ -13,7 +13,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.placed.offload import cycles, programs
-from chunkflow_compile.placed.packed import packing_notes
+from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.first_step import first_step_phases

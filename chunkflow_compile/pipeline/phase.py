@@ -19,7 +19,7 @@ from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import cycles, programs
-from chunkflow_compile.placed.packed import packing_notes
+from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls

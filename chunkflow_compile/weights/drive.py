@@ -53,9 +53,9 @@ class Scratch:
         where = f"in {folder}"
         if (kind := _file_system(folder)) in _IN_MEMORY:
             raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
-        if (free := shutil.disk_usage(folder).free) < nbytes:
-            raise ChunkflowError(_no_room(where, f"{size(free)} are free"))
         try:
+            if (free := shutil.disk_usage(folder).free) < nbytes:
+                raise ChunkflowError(_no_room(where, f"{size(free)} are free"))
             with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as opened:
                 return Scratch(Descriptor(os.dup(opened.fileno())), where)
         except OSError as error:

@@ -263,11 +263,10 @@ class HostStore:
         if not self._warned_of_raw:
             self._warned_of_raw = True
             _log.warning(
-                "%s was written, and its values no longer fit into its packed form: it is raw from now on, and takes %s of "
-                "host memory, and the programs of %s are compiled again. Others that this happens to are not named",
+                "%s was written, and its values no longer fit into its packed form: it is raw from now on and takes %s of "
+                "host memory, and what reads it is compiled again. Other weights that this happens to are not named",
                 buffer.name,
                 size(buffer.nbytes),
-                type(self.root).__name__,
             )
 
     def room(self, budget: int | None) -> Room:

@@ -50,6 +50,8 @@ class Packed(Backing):
         self.packed, self.bytes, self.scratch = inner.host, inner.bytes, inner.scratch
         self._inner = inner
         self._writer: int | None = None  # the thread that has opened it
+        self._packing = threading.Lock()  # no other thread reads bytes that are being packed
+        self._whole = True  # whether the packed bytes are those of one state of the values
         self._exported: tuple[int, int, weakref.ref[torch.Tensor]] | None = None
 
     @staticmethod
@@ -83,7 +85,8 @@ class Packed(Backing):
 
     def read(self, name: str) -> torch.Tensor:
         """The values, in new host memory.  Raises ChunkflowError if there is no room."""
-        return unpacked(name, self.packed, self.host)
+        with self._packing:
+            return unpacked(name, self.packed, self.host) if self._whole else self.host.clone()
 
     def exported(self, name: str, version: int) -> torch.Tensor:
         """The values in a mapping of a scratch file, or in host memory where there is no drive; the same ones as long as they
@@ -111,9 +114,12 @@ class Packed(Backing):
         try:
             yield
         finally:
-            if pack_into(self.packed, self.host):
-                self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
-                close_pages(self.host)
+            with self._packing:
+                self._whole = False
+                self._whole = pack_into(self.packed, self.host)
+                if self._whole:
+                    self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
+                    close_pages(self.host)
 
     def open(self, name: str, lazily: bool = False) -> None:
         """Give the values memory again, for a write or from now on.  Raises ChunkflowError if there is no room, ``lazily``

@@ -62,13 +62,14 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
         if not places:
             regions[region.info.name] = region
             continue
-        made = done.get((region.info.key, places))
-        if made is None:
+        unpacking = done.get((region.info.key, places))
+        if unpacking is None:
             module = _unpacking(region.module, places)
             key = structural_key(module, region.info.index)
-            made = done[region.info.key, places] = module, key, cost_at(module, traced)
-        info = replace(region.info, key=made[1], cost=made[2], nodes=region.info.nodes + len(places))
-        regions[region.info.name] = replace(region, info=info, module=made[0])
+            unpacking = done[region.info.key, places] = module, key, cost_at(module, traced)
+        module, key, cost = unpacking
+        info = replace(region.info, key=key, cost=cost, nodes=region.info.nodes + len(places))
+        regions[region.info.name] = replace(region, info=info, module=module)
     sequence = tuple(regions[item.info.name] if isinstance(item, CutRegion) else item for item in cut.sequence)
     ordered: Sequence[Region] = [regions[region.info.name].info for region in cut.regions]
     problem = problem_at(traced, discovery, ordered, sequence)

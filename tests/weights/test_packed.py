@@ -332,9 +332,15 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     del state, again, file, copies, other
     gc.collect()
     assert without_name() == before
-    monkeypatch.setattr(drive, "_file_system", lambda folder: "tmpfs")
-    state = model.state_dict()
-    assert without_name() == before and all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+    for change in (
+        (drive, "_file_system", lambda folder: "tmpfs"),
+        (drive.shutil, "disk_usage", lambda folder: os.statvfs(tmp_path / "gone")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            state = model.state_dict()
+            assert without_name() == before and all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+            del state
 
 
 def test_code_of_another_compiler_writes_it() -> None:

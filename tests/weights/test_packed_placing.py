@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -54,6 +55,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a word": (plain, {"pack": "all"}, "pack is True, False or \"auto\", not 'all'"),
     "a number": (plain, {"pack": 2}, 'pack is True, False or "auto", not 2'),
     "placed": (lambda: offload(plain(), min_bytes=LEAST), {}, "are offloaded already"),
+    "a copy": (
+        lambda: copy.deepcopy(offload(plain(), min_bytes=LEAST)),
+        {},
+        "has none: its weights are those of a copy of an offloaded model, which keep their host memory. Leave out pack.",
+    ),
 }
 
 

@@ -123,6 +123,17 @@ def test_regions_of_packed_weights_compute_the_same_bits() -> None:
         assert torch.equal(run(cut, model, x), run(raw, model, x))
 
 
+def test_equal_blocks_with_other_packed_weights() -> None:
+    """As after a write that made one raw: each unpacks its own."""
+    torch.manual_seed(0)
+    model = InTurn(Block(64) for _ in range(2)).bfloat16()
+    raw = cut_of(model, X)
+    cut = packed(raw, ["blocks.0.down.weight", "blocks.1.up.weight"])
+    check_cut(cut)
+    assert _keys(raw) == 1 and _keys(cut) == 2
+    assert torch.equal(run(cut, model, X), run(raw, model, X))
+
+
 def test_a_packed_weight_has_the_bytes_of_its_form() -> None:
     raw = two_blocks()
     cut = packed(raw, ["blocks.1.up.weight"])
