@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -63,12 +65,16 @@ class WeightLoader:
         self._packs = packs
         self._packable = packable
         self._kept: set[str] = set()
+        self._ahead: tuple[str, Future[torch.Tensor]] | None = None  # a weight that is read while another is packed
+        self._thread = ThreadPoolExecutor(1, "chunkflow-read-ahead")
         self._unchecked = 0
         self._shared: SharedPages | None = None
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
+            read = [w.name for w in self._weights.values() if w.packs and w.part is not None and self._writes(w)]
+            self._after = dict(pairwise(read))
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
             self._twice = max((w.for_a_moment for w in copied), default=0)  # one after the other
@@ -165,6 +171,7 @@ class WeightLoader:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
         if self._node is not None:
             self._node.close(error)
+        self._thread.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
         if self._shared is not None:
             self._shared.leave(self._kept)
@@ -212,14 +219,27 @@ class WeightLoader:
             do_not_fit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        host = empty_pages(weight.like)
-        self._fill(host, weight, values)
+        """Pages with the values of a weight.  The next one that is packed is read from now on, beside that work."""
+        if self._ahead is not None and self._ahead[0] == weight.name:
+            host = self._ahead[1].result()
+            self._ahead = None
+        else:
+            host = self._pages_with(weight, values)
+        if self._ahead is None and (following := self._after.get(weight.name)) is not None:
+            self._ahead = following, self._thread.submit(self._pages_with, self._weights[following])
         return host
 
-    def _fill(self, host: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
+    def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
+        """``values``: of one that is no part of a file."""
+        with torch.inference_mode(False), torch.no_grad():  # also in a thread
+            host = empty_pages(weight.like)
+            self._fill(host, weight, values)
+        return host
+
+    def _fill(self, host: torch.Tensor, weight: LoadRequest, values: torch.Tensor | None) -> None:
         if weight.part is not None:
             self._reader.read(weight.part, host, weight.read_as)
-        else:
+        elif values is not None:
             fill(host, values, self._cpus, self._stagings)
 
     @cached_property

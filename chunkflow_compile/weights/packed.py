@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.packing import Layout, pack, saves, unpack_into
+from chunkflow_compile.passes.packing import Layout, Run, pack, saves, unpack_into
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
@@ -133,8 +133,8 @@ class Packed(Backing):
         if cause is not None:
             raise ChunkflowError(_no_memory(name, self.host, cause))
         try:
-            with _plainly():
-                unpack_into(self.packed, self.host.data)  # no write that anybody counts
+            with _threads(self.host.numel()) as run:
+                unpack_into(self.packed, self.host.data, run)  # no write that anybody counts
             self._writer = threading.get_ident()
         finally:
             if not self.is_open:
@@ -158,9 +158,9 @@ def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tenso
     """
     if (cause := no_room(like.nbytes)) is not None:
         raise ChunkflowError(_no_memory(name, like, cause))
-    with _plainly():
+    with _threads(like.numel()) as run:
         values = torch.empty(like.shape, dtype=like.dtype)
-        unpack_into(packed, values)
+        unpack_into(packed, values, run)
     return values
 
 
@@ -186,17 +186,21 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
     ``cpus``: where the threads run, for the memory node of the pages that they write first; empty for anywhere.
     """
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-values.numel() // _SERIAL))
+    with _threads(values.numel(), cpus) as run:
+        return pack(values, packed, run)
+
+
+@contextlib.contextmanager
+def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
+    """Runs the parts of what packs or unpacks so many values, on the calling thread alone if they are few."""
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _plainly():
         if threads < 2:
             with running_on(cpus):
-                return pack(values, packed)
+                yield map
+            return
         with ThreadPoolExecutor(threads, "chunkflow-pack") as pool:
-
-            def run(work: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
-                return pool.map(partial(_near, cpus, work), items)
-
-            return pack(values, packed, run)
+            yield lambda work, items: pool.map(partial(_near, cpus, work), items)
 
 
 def _near(cpus: frozenset[int], work: Callable[[int], Any], item: int) -> Any:

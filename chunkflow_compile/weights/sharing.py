@@ -71,8 +71,8 @@ class LoadRequest:
 
     @property
     def for_a_moment(self) -> int:
-        """Bytes that it takes besides, while it is placed."""
-        return min(self.nbytes, self.frees) + (self.like.nbytes if self.packs else 0)
+        """Bytes that it takes besides, while it is placed: of a packed one its values, and those of the next."""
+        return min(self.nbytes, self.frees) + (2 * self.like.nbytes if self.packs else 0)
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import WITHIN
 from helpers import Tabled, in_memory, load_stack, stack
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
@@ -149,6 +151,26 @@ def test_packing_takes_one_weight_more_than_it_leaves(tmp_path: Path, cast: bool
     assert all(held(b.host) == 0 and held(b.stored) == whole_pages(b.nbytes) for b in placed)
     assert sum(b.nbytes for b in placed) <= 0.76 * raw
     assert all(torch.equal(p, state[n].to(BF16)) for n, p in model.named_parameters())
+
+
+def test_the_next_weight_is_read_while_one_is_packed(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a weight is packed, one read more has begun than weights were packed, but for the last."""
+    read, pack, begun, ahead = loader.CheckpointReader.read, loader.pack_into, threading.Semaphore(0), list[bool]()
+    count = len([p for p in offload(load_stack(saved), min_bytes=LEAST, pack=True).parameters() if p.nbytes >= LEAST])
+
+    def reads(self: Any, *args: Any) -> None:
+        begun.release()
+        read(self, *args)
+
+    def packs(*args: Any) -> bool:
+        awaited = 2 if not ahead else 1 if len(ahead) < count - 1 else 0
+        ahead.append(all(begun.acquire(timeout=WITHIN) for _ in range(awaited)))
+        return pack(*args)
+
+    monkeypatch.setattr(loader.CheckpointReader, "read", reads)
+    monkeypatch.setattr(loader, "pack_into", packs)
+    model = offload(load_stack(saved), min_bytes=LEAST, pack=True)
+    assert count > 2 and all(ahead) and same(model, in_memory(load_stack(saved)))
 
 
 def test_the_drive_has_packed_bytes(saved: str) -> None:
