@@ -188,6 +188,7 @@ def test_costs_at_other_sizes() -> None:
     assert packed(cut, ()).traced is more
 
 
+@pytest.mark.long
 def test_equal_blocks_are_lowered_once() -> None:
     """Two kinds of block."""
     size = Size(layers=2, singles=2, heads=2, head_dim=32, frames=1, height=16, width=16, text=16)
