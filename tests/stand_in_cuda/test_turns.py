@@ -147,7 +147,8 @@ def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, 
     run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
     run.profile.write_text(run.hardware.to_json())
     run._compile()
-    run._make_programs(run._calibrate())
+    timings = run._calibrate()
+    run._make_programs({frozenset(): (run._newest.code, timings)})
     control.settings(lag=1 << 20)
     run._rehearse(run.arms["replanned"])
     assert run._newest.replan_after == 0
