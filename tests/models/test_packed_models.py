@@ -177,6 +177,7 @@ def test_without_a_budget_nothing_is_chosen() -> None:
     assert not packed_of(model) and "depends on memory=" in str(explain(model))
 
 
+@pytest.mark.long
 def test_packed_at_the_first_call() -> None:
     """The option packs what the first call places."""
     model, twin = bf16_twins("qwen-image")
