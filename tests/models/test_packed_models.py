@@ -236,3 +236,34 @@ def on_a_rank(rank: int) -> None:
 
 def test_two_ranks(on_ranks: Any) -> None:
     on_ranks(on_a_rank)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slots", [True, False])
+def test_adapters(slots: bool) -> None:
+    """In slots and without: loaded, chosen, fused into packed weights and taken out again, unloaded."""
+    pytest.importorskip("peft")
+    from adapters import Library
+
+    model, twin = bf16_twins("flux")
+    states = [Library(twin).adapter(seed, 4, ("to_q", "to_v")) for seed in range(2)]
+    if slots:
+        chunkflow_compile.enable_adapters(model, rank=8, targets=("to_q", "to_v"))
+    chunkflow_compile.compile(model, **PACKED)
+    check(model, twin, "flux", range(3))
+    for number, state in enumerate(states):
+        for m in (model, twin):
+            m.load_lora_adapter({k: v.to(torch.bfloat16) for k, v in state.items()}, adapter_name=f"a{number}")
+        check(model, twin, "flux", [number])
+    for change in (
+        lambda m: m.set_adapters("a0"),
+        lambda m: m.fuse_lora(adapter_names=["a0"]),
+        lambda m: m.unfuse_lora(),
+        lambda m: m.unload_lora(),
+    ):
+        for m in (model, twin):
+            change(m)
+        check(model, twin, "flux", [5])
+    assert packed_of(model) and packed_of(model)[0].store.counts.moved_bytes
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
