@@ -82,6 +82,11 @@ def saves(numel: int) -> bool:
     return 5 * Layout.of(numel).nbytes <= 8 * numel
 
 
+def can_pack(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the values of a weight can be packed, if few escape, and take fewer bytes.  ``dtype``: that it is to have."""
+    return dtype == torch.bfloat16 and weight.is_contiguous() and saves(weight.numel())
+
+
 def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
     """Pack bfloat16 ``values``, contiguous in host memory, into ``out``, int32 [Layout.words].
 

@@ -75,7 +75,7 @@ from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, Goal, Region, bare
+from chunkflow_compile.runtime.codes import Code, Codes, Goal, LoweredRegion, bare
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants
 from chunkflow_compile.units import enough, size
@@ -281,7 +281,9 @@ class _Compiler:
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
 
 
-def _lower_again(chosen: Options, program: Program, lowered: Mapping[str, Region]) -> Mapping[str, Region]:
+def _lower_again(
+    chosen: Options, program: Program, lowered: Mapping[str, LoweredRegion]
+) -> Mapping[str, LoweredRegion]:
     """The regions of another program of a graph, when Dynamo is not at work.  ``lowered``: those that are, by their keys."""
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
     values = (n.meta.get("val") for region in missing.values() for n in region.module.graph.nodes)

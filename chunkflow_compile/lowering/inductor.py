@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
+from chunkflow_compile.runtime.codes import LoweredRegion
 
 from .warm_up import vector_instructions
-
-LoweredRegion = Callable[..., Sequence[Any]]
 
 # What Inductor asserts in each call of a region: sizes, strides and alignment of its inputs, and of outputs of kernels that
 # are not its own.

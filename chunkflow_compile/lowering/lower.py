@@ -14,8 +14,9 @@ from chunkflow_compile.hardware.caches import compile_cache, remove_torn, settle
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
+from chunkflow_compile.runtime.codes import LoweredRegion
 
-from .inductor import LoweredRegion, through_inductor
+from .inductor import through_inductor
 from .tensorrt import through_tensorrt
 
 Lowering = Literal["inductor", "eager", "tensorrt"]

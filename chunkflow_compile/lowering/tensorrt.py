@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.fx import GraphModule
 
-    from .inductor import LoweredRegion
+    from chunkflow_compile.runtime.codes import LoweredRegion
 
 # The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
 # for them.  By default torch-tensorrt takes every mask of an attention for a causal one, and leaves it out.

@@ -31,7 +31,7 @@ from chunkflow_compile.pipeline.components import (
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.pipeline.phase import Phase, kept_by
-from chunkflow_compile.placed.offload import bring_back, can_pack, offload
+from chunkflow_compile.placed.offload import bring_back, has_packable, offload
 from chunkflow_compile.placed.placement import placement_of, placements_of
 from chunkflow_compile.placed.streamable import GGUF, class_of
 from chunkflow_compile.runtime.arena import Arena
@@ -222,7 +222,7 @@ def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Opt
     """The argument ``pack`` of each component.  Raises ChunkflowError if all are to be packed and none can."""
     packs: dict[str, Pack] = dict.fromkeys(models, chosen.pack)
     if chosen.pack is True:
-        packs = {name: can_pack(model, cast[name], chosen.min_bytes) for name, model in models.items()}
+        packs = {name: has_packable(model, cast[name], chosen.min_bytes) for name, model in models.items()}
         if models and not any(packs.values()):
             raise ChunkflowError(
                 f"pack=True packs contiguous weights of bfloat16, and {', '.join(models)} have none: pass "

@@ -146,7 +146,7 @@ def _packed_names(
     return names
 
 
-def can_pack(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> bool:
+def has_packable(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> bool:
     """Whether ``offload(model, dtype=dtype, min_bytes=min_bytes, pack=True)`` has a weight to pack."""
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     return bool(packable(model, [(index.names[id(w)], w) for w in large_weights([model], index, min_bytes)], dtype_of))

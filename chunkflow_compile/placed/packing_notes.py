@@ -14,12 +14,12 @@ from chunkflow_compile.units import size
 def packing_notes(model: nn.Module) -> tuple[str, ...]:
     """How many weights of a placed model are packed, and why others are not; empty if none is."""
     buffers = [buffer for placement in placements_of(model) for buffer in placement.store.buffers]
-    packed = [buffer for buffer in buffers if buffer.packed is not None]
+    packed = [buffer for buffer in buffers if buffer.is_packed]
     if not packed:
         return ()
     values, stored = sum(b.host.nbytes for b in packed), sum(b.nbytes for b in packed)
     said = [f"{len(packed)} of {len(buffers)} weights are packed, {size(values)} of them in {size(stored)}"]
-    raw = [buffer for buffer in buffers if buffer.packed is None]
+    raw = [buffer for buffer in buffers if not buffer.is_packed]
     kinds = Counter(str(b.host.dtype).removeprefix("torch.") for b in raw if b.host.dtype is not torch.bfloat16)
     others = [f"{count} of {dtype}" for dtype, count in sorted(kinds.items())]
     if full := sum(b.host.dtype is torch.bfloat16 and not b.packable for b in raw):

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Pack
+from chunkflow_compile.passes.packing import can_pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
 from chunkflow_compile.runtime.arena import Arena
@@ -33,7 +34,6 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.node import Node
-from chunkflow_compile.weights.packed import can_pack
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def packable(
         and id(weight) in own
         and id(weight) not in filled
         and type(weight) in (torch.Tensor, nn.Parameter)
-        and can_pack(dtype_of(names[0], weight), weight)
+        and can_pack(weight, dtype_of(names[0], weight))
     )
 
 

@@ -31,7 +31,7 @@ KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
 # The lowered code of a region.
-Region = Callable[..., Sequence[Any]]
+LoweredRegion = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Code:
     program: Program
     cut: Cut
     settings: Settings
-    regions: Mapping[str, Region]
+    regions: Mapping[str, LoweredRegion]
     make: Callable[..., tuple[Stage, Path | None]]
-    lower: Callable[[Program, Mapping[str, Region]], Mapping[str, Region]]
+    lower: Callable[[Program, Mapping[str, LoweredRegion]], Mapping[str, LoweredRegion]]
     replan_after: int = 0
     folder: Path | None = None
     kind: DeviceKind

@@ -195,9 +195,9 @@ class CompiledGraph:
         for name, parameter in parameters.items():
             if (buffer := buffer_of(parameter)) is None:
                 continue
-            if buffer.packed is not None and name not in able:
+            if buffer.is_packed and name not in able:
                 buffer.unpack()
-            if buffer.packed is not None or (name in wanted and buffer.packable and buffer.pack()):
+            if buffer.is_packed or (name in wanted and buffer.packable and buffer.pack()):
                 forms.add(name)
         if forms != current.code.packed:
             current.code = self.codes.code(sizes, {**self._changed(parameters), "pack": frozenset(forms)})

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.packing import Layout, Run, pack, saves, unpack_into
+from chunkflow_compile.passes.packing import Layout, Run, pack, unpack_into
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
@@ -139,11 +139,6 @@ class Packed(Backing):
         finally:
             if not self.is_open:
                 close_pages(self.host)
-
-
-def can_pack(dtype: torch.dtype, weight: torch.Tensor) -> bool:
-    """Whether the values of a weight are packed, and make it smaller, if few escape.  ``dtype``: that it is to have."""
-    return dtype == torch.bfloat16 and weight.is_contiguous() and saves(weight.numel())
 
 
 def packed_like(weight: torch.Tensor) -> torch.Tensor:

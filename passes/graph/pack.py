@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.passes.packing import UNPACK, Layout, saves
-from chunkflow_compile.passes.problem import Region, RegionCost, Weight
+from chunkflow_compile.passes.packing import UNPACK, Layout, can_pack
+from chunkflow_compile.passes.problem import Region, RegionCost
 
 from .keys import structural_key
 from .regions import Cut, CutRegion, cost_at, problem_at
@@ -27,23 +27,14 @@ def takes_packed(cut: Cut) -> frozenset[str]:
 
     One that several regions read would be unpacked by each.
     """
-    fit = (w for w in cut.problem.weights if w.keep is None and len(w.uses) == 1 and can_pack(w))
-    return frozenset(weight.name for weight in fit)
+    once = {w.name for w in cut.problem.weights if w.keep is None and len(w.uses) == 1}
+    values = {w.parameter.name: w.node.meta["val"] for w in cut.discovery.weights}
+    return frozenset(name for name in once if can_pack(values[name], values[name].dtype))
 
 
 def packable(cut: Cut) -> frozenset[str]:
     """Those of :func:`takes_packed` that are packed, or can be where they lie."""
     return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.packable}
-
-
-def can_pack(weight: Weight) -> bool:
-    """Whether the bytes of a weight can be packed, and become fewer."""
-    numel = 1
-    for size, step in zip(reversed(weight.shape), reversed(weight.stride), strict=True):
-        if size != 1 and step != numel:
-            return False
-        numel *= size
-    return weight.dtype == "bfloat16" and saves(numel)
 
 
 def packed(cut: Cut, names: Collection[str]) -> Cut:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_limits
 import torch
 from conftest import EAGER
 from helpers import stack
@@ -270,20 +271,12 @@ def test_programs_end_when_what_they_copy_is_packed() -> None:
     assert steps() is not before
 
 
-class Reader:
-    """A device that copies from pinned memory."""
-
-    name, closed = "cuda", False
-
-    def __init__(self) -> None:
-        self.pinned: list[int] = []
+class Reader(test_limits.Reader):
+    """It also notes what is pinned no longer."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        self.pinned.append(host.data_ptr())
+        super().pin(host)
         return lambda: self.pinned.remove(host.data_ptr())
-
-    def sync_copies(self) -> None:
-        pass
 
 
 def test_programs_copy_what_is_stored() -> None:
