@@ -1,22 +1,24 @@
 """Packing: a bfloat16 weight in twelve bits a value, without loss.
 
 Of the eight bits of an exponent a trained or random weight uses few values: sixteen in a row cover more than 99.9 % of its
-values, so four bits say which.  Sign and mantissa stay as they are, eight bits.  Words of two values with another exponent
-are *escapes*: they are listed, and written over the result.
+values, so four bits say which.  Sign and mantissa stay as they are, eight bits.  Values with another exponent are *escapes*:
+their code is what they are above the base, modulo 16, and a list says how many times 16 is to be added.
 
 A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
 
     frames      of 8 h values each: 2 h words of signs and mantissas, a byte a value; h words of exponents, a nibble a value
-    escapes     ``room`` words of two values, then the ``room`` positions of these words; unused ones repeat another
+    escapes     for each segment of at most 2,048 frames ``room`` words: in 27 bits which of its values, above them how many
+                times 16; unused ones add 0, to values apart, because adding to one word many times is slow on a GPU
     base        the exponent of code 0
 
 A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row
 k // 2, and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what
 a GPU reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words,
-and a second one of the escapes, which writes into the result of the first.
+and a second one of the escapes, which adds to the result of the first.  The sum of a word is exact in whatever order two
+escapes come to it.
 
-The op ``unpack`` stands before the reader of a packed weight, in its region.  Inductor keeps code by the op's name and
-arguments: another layout needs another name.
+The op ``unpack_2`` stands before the reader of a packed weight, in its region.  Inductor keeps code by the op's name and
+arguments, for the machine: another layout of the packed form needs another name, or old code reads it.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ import torch
 
 # Values of a frame, at most: a frame of 96 KiB is read several times, and stays in a cache of a GPU or of a core.
 _FRAME = 1 << 16
-# One escape in so many values has room, two for each word: 12 + 64 / 704 bits a value.  Trained weights have one in 1,000
-# to one in 10,000, Gaussian ones one in 12,000.
-_VALUES_PER_ESCAPE = 704
+# Frames of a segment, at most: 27 bits say which of its values escapes.
+_SEGMENT = 1 << 27 - 16
+# One escape in so many values has room: 12 + 32 / 352 bits a value.  Trained weights have one in 400 to one in 10,000,
+# Gaussian ones one in 12,000.
+_VALUES_PER_ESCAPE = 352
 # Words that lie at multiples of 16 bytes are loaded four at a time.
 _ALIGNED = 4
 # Values from which the base is chosen: another base costs escapes, but is never wrong.
@@ -41,32 +45,48 @@ _SAMPLE = 1 << 16
 _PIECE = 8
 # Frames that a thread takes at once.
 _SHARE = 32
+# Values between those to which unused escapes add 0, one in 16 bytes.
+_APART = 8
 # Words of which the largest is sought at a time.
 _GROUP = 64
 
 _SIGNS, _MANTISSAS, _CODES = 0x00800080, 0x007F007F, 0x000F000F
 _EXPONENTS, _BOTH, _OUTSIDE = 0x00FF00FF, 0x00010001, 0x01F001F0
+# What makes an exponent greater by 16.
+_SIXTEEN = 16 << 7
 
 # Runs a function on each item: map, or that of a pool of threads.
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
 
 class Layout(NamedTuple):
-    """Of a packed weight: its frames, ``h`` of them (see the note above), and how many escapes have room."""
+    """Of a packed weight: its frames, ``h`` of them (see the note above), frames of a segment, and room for its escapes."""
 
     frames: int
     h: int
+    segment: int
     room: int
 
     @staticmethod
     def of(numel: int) -> Layout:
         """That of a weight of so many values."""
         frames = max(1, -(-numel // _FRAME))
-        return Layout(frames, _aligned(-(-numel // (8 * frames))), _aligned(-(-numel // _VALUES_PER_ESCAPE)))
+        segments = -(-frames // _SEGMENT)
+        room = _aligned(-(-numel // (segments * _VALUES_PER_ESCAPE)))
+        return Layout(frames, _aligned(-(-numel // (8 * frames))), -(-frames // segments), room)
+
+    @property
+    def segments(self) -> int:
+        return -(-self.frames // self.segment)
+
+    @property
+    def body(self) -> int:
+        """Words of all frames."""
+        return 3 * self.h * self.frames
 
     @property
     def words(self) -> int:
-        return 3 * self.h * self.frames + 2 * self.room + _ALIGNED
+        return self.body + self.segments * self.room + _ALIGNED
 
     @property
     def nbytes(self) -> int:
@@ -97,16 +117,28 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
     layout = Layout.of(flat.numel())
     base = _base(flat.view(torch.int16))
     escapes = run(lambda first: _pack_frames(flat, layout, base, first, out), range(0, layout.frames, _SHARE))
-    at = torch.cat([*escapes])
-    if len(at) > layout.room:
+    listed = _listed(flat, torch.cat([*escapes]), layout, base)
+    if listed is None:
         return False
-    body, room = 3 * layout.h * layout.frames, layout.room
-    words, positions, rest = out[body:].split([room, room, _ALIGNED])
-    positions[: len(at)] = at
-    positions[len(at) :] = at[0] if len(at) else 0
-    words.copy_(_words_at(flat, positions))
-    rest.fill_(base)
+    out[layout.body : -_ALIGNED].copy_(listed)
+    out[-_ALIGNED:].fill_(base)
     return True
+
+
+def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) -> torch.Tensor | None:
+    """The escapes of values in these words, in order, as the packed weight lists them; None if they have no room."""
+    at = (2 * words.view(-1, 1) + torch.arange(2)).view(-1)
+    at = at[at < len(flat)]
+    times = ((flat.view(torch.int16)[at].to(torch.int64) >> 7 & 0xFF) - base) >> 4
+    at, times = at[times != 0], times[times != 0]
+    values = 8 * layout.h * layout.segment
+    counts = torch.bincount(at // values, minlength=layout.segments)
+    if int(counts.max()) > layout.room:
+        return None
+    listed = (torch.arange(layout.room) * _APART).repeat(layout.segments, 1)
+    for row, segment in zip(listed, (times << 27 | at % values).split(counts.tolist()), strict=True):
+        row[: len(segment)] = segment
+    return listed.to(torch.int32).view(-1)
 
 
 def _base(bits: torch.Tensor) -> int:
@@ -164,21 +196,14 @@ def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
     return values.view(torch.int32)
 
 
-def _words_at(flat: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The words of two values at these positions."""
-    first = 2 * positions.to(torch.int64)
-    # of an odd number of values the last word has one; what stands beside it is cut off
-    low, high = (flat.view(torch.int16)[(first + i).clamp(max=len(flat) - 1)].to(torch.int32) for i in (0, 1))
-    return (low & 0xFFFF) | (high << 16)
-
-
 def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The values of a packed weight, bfloat16 of this shape."""
     numel = math.prod(shape)
     layout = Layout.of(numel)
     words = _words(packed, layout, 0, layout.frames).flatten()
-    positions, values = _escapes(packed, layout)
-    words = words.index_put((positions.to(torch.int64),), values)[: -(-numel // 2)]
+    at, times = _escapes(packed, layout)
+    added = times * ((at & 1).to(torch.int32) * 0xFFFF + 1) * _SIXTEEN  # in the low or the high half of the word
+    words = words.index_put((at >> 1,), added, accumulate=True)[: -(-numel // 2)]
     return words.view(torch.bfloat16)[:numel].view(shape)
 
 
@@ -196,14 +221,13 @@ def unpack_into(packed: torch.Tensor, out: torch.Tensor, run: Run = map) -> None
         target.copy_(words.view(torch.bfloat16)[: len(target)])
 
     deque(run(unpack_frames, range(0, layout.frames, _PIECE)), maxlen=0)
-    positions, values = _escapes(packed, layout)
-    at = (2 * positions.to(torch.int64)).view(-1, 1) + torch.arange(2, device=positions.device)
-    inside = at < len(flat)
-    flat[at[inside]] = values.view(torch.bfloat16).view(-1, 2)[inside]
+    at, times = _escapes(packed, layout)
+    escaped, bits = times != 0, flat.view(torch.int16)
+    bits[at[escaped]] += (times[escaped] * _SIXTEEN).to(torch.int16)
 
 
 def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.Tensor:
-    """The words of frames ``[first, end)``, int32 [frames, 2, 2, h]; those with an escape are wrong."""
+    """The words of frames ``[first, end)``, int32 [frames, 2, 2, h]; escapes lack what is to be added."""
     h, frames = layout.h, end - first
     planes = packed[3 * h * first : 3 * h * end].view(frames, 3 * h)
     row = torch.arange(4, device=packed.device, dtype=torch.int32).view(1, 2, 2, 1)
@@ -214,12 +238,13 @@ def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.
 
 
 def _escapes(packed: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of the words with an escape, and these words."""
-    body, room = 3 * layout.h * layout.frames, layout.room
-    return packed[body + room : body + 2 * room], packed[body : body + room]
+    """Which values escape, int64, and how many times 16 is to be added to their exponents, int32."""
+    listed = packed[layout.body : -_ALIGNED].view(layout.segments, layout.room)
+    segment = torch.arange(layout.segments, device=packed.device).view(-1, 1) * (8 * layout.h * layout.segment)
+    return ((listed & (1 << 27) - 1) + segment).view(-1), (listed >> 27).view(-1)
 
 
 _OPS = torch.library.Library("chunkflow", "FRAGMENT")
-_OPS.define("unpack(Tensor packed, int[] shape) -> Tensor")
-_OPS.impl("unpack", unpack, "CompositeImplicitAutograd")  # so that AOTAutograd traces what it does
-UNPACK = torch.ops.chunkflow.unpack.default
+_OPS.define("unpack_2(Tensor packed, int[] shape) -> Tensor")
+_OPS.impl("unpack_2", unpack, "CompositeImplicitAutograd")  # so that AOTAutograd traces what it does
+UNPACK = torch.ops.chunkflow.unpack_2.default

@@ -36,7 +36,7 @@ def main() -> None:
     gaussian = torch.randn(SHAPE).mul_(0.02).bfloat16()
     subjects = {"Gaussian": {"": gaussian}, "uniform": {"": torch.rand(SHAPE).sub_(0.5).bfloat16()}}
     subjects |= {file.parent.parent.name: _weights(file) for file in arguments.files}
-    headers = ("", "large weights", "of which packed", "values", "bits a value", "words of two with an escape")
+    headers = ("", "large weights", "of which packed", "values", "bits a value", "that escape")
     tables = [
         tabulate([_sizes(name, weights) for name, weights in subjects.items()], headers=headers, disable_numparse=True),
         tabulate(_speeds(gaussian), headers=("on one core", "GB/s of values", "to memcpy"), disable_numparse=True),
@@ -59,11 +59,10 @@ def _sizes(name: str, weights: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
         layout = Layout.of(value.numel())
         if pack(value, out := torch.empty(layout.words, dtype=torch.int32)):
             packed.append(value)
-            begin = 3 * layout.h * layout.frames + layout.room
-            escapes += len(out[begin : begin + layout.room].unique())
+            escapes += int((out[layout.body : layout.body + layout.segments * layout.room] >> 27 != 0).sum())
     values = sum(value.numel() for value in packed)
     bits = 8 * sum(Layout.of(value.numel()).nbytes for value in packed) / values
-    share = f"{100 * escapes / (values / 2):.3f} %"
+    share = f"{100 * escapes / values:.3f} %"
     return name, f"{len(large)}", f"{len(packed)}", f"{values / 1e6:.1f} M", f"{bits:.2f}", share
 
 

@@ -241,7 +241,7 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     assert "packed, but for policy resident: 8 of 12 weights" in shown
     arms = json.loads(file.read_text())["arms"]
     assert arms["resident"]["weights_total_bytes"] > 1.3 * arms["chunkflow"]["weights_total_bytes"]
-    assert "unpack(" in run("dump", "--pack", "--stage", "regions")
+    assert "unpack_2(" in run("dump", "--pack", "--stage", "regions")
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

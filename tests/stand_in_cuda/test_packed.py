@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 
-from chunkflow_compile import compile, cycles, offload, programs, restore
+from chunkflow_compile import apply, compile, cycles, offload, programs, remove, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.runtime.cuda_graphs import PASSES
@@ -71,3 +72,17 @@ def test_other_families(family: str, by_kind: bool) -> None:
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), step
     placement = placement_of(model)
     assert packed(model) and placement is not None and placement.store.counts.moved_bytes > 0
+
+
+def test_a_pipeline() -> None:
+    """Each component packs what it has in bfloat16; the outputs are those of a raw pipeline."""
+    pytest.importorskip("transformers")
+    generate, made = SMALL_PIPELINES["flux"].generate, {}
+    for pack in (False, True):
+        pipe = small_pipeline("flux")
+        apply(pipe, "cuda", memory="2MiB", dtype=torch.bfloat16, pack=pack, min_bytes=2048, lowering="eager")
+        made[pack] = [generate(pipe, seed) for seed in range(3)]
+        assert bool(packed(pipe.transformer)) == pack
+        assert cycles(pipe.transformer)[0].measurements[-1].moved_bytes
+        remove(pipe)
+    assert all(torch.equal(a, b) for a, b in zip(made[False], made[True], strict=True))

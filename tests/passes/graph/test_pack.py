@@ -69,21 +69,21 @@ arg2_1: bfloat16[64, 128]  # blocks.0.down.weight, packed
 arg3_1: bfloat16[128, 64]  # blocks.1.up.weight
 arg4_1: bfloat16[64, 128]  # blocks.1.down.weight, packed
 # blocks.0: region 0
-# region_0(arg1_1, arg0_1, arg2_1): blocks.0, 5 ops, key 8010306cb2cbbd5f
+# region_0(arg1_1, arg0_1, arg2_1): blocks.0, 5 ops, key e3102c8ee7cb084e
 t: bfloat16[64, 128] = aten.t(arg0_1)
 mm: bfloat16[4, 128] = aten.mm(arg1_1, t)
 gelu: bfloat16[4, 128] = aten.gelu(mm)
-unpack_default: bfloat16[64, 128] = unpack(arg2_1, [64, 128])
-t_1: bfloat16[128, 64] = aten.t(unpack_default)
+unpack_2_default: bfloat16[64, 128] = unpack_2(arg2_1, [64, 128])
+t_1: bfloat16[128, 64] = aten.t(unpack_2_default)
 mm_1: bfloat16[4, 64] = aten.mm(gelu, t_1)
 add: bfloat16[4, 64] = aten.add.Tensor(arg1_1, mm_1)
 # blocks.1: region 1
-# region_1(add, arg3_1, arg4_1): blocks.1, 5 ops, key 8010306cb2cbbd5f
+# region_1(add, arg3_1, arg4_1): blocks.1, 5 ops, key e3102c8ee7cb084e
 t: bfloat16[64, 128] = aten.t(arg3_1)
 mm: bfloat16[4, 128] = aten.mm(add, t)
 gelu: bfloat16[4, 128] = aten.gelu(mm)
-unpack_default: bfloat16[64, 128] = unpack(arg4_1, [64, 128])
-t_1: bfloat16[128, 64] = aten.t(unpack_default)
+unpack_2_default: bfloat16[64, 128] = unpack_2(arg4_1, [64, 128])
+t_1: bfloat16[128, 64] = aten.t(unpack_2_default)
 mm_1: bfloat16[4, 64] = aten.mm(gelu, t_1)
 add: bfloat16[4, 64] = aten.add.Tensor(add, mm_1)
 return (add_1,)
@@ -117,7 +117,7 @@ def test_regions_of_packed_weights_compute_the_same_bits() -> None:
     assert packable(raw) == {"split", "blocks.0.weight", "blocks.1.weight"}, "read by one region, contiguous, not small"
     cut = packed(raw, packable(raw))
     check_cut(cut)
-    unpacks = [str(n.target) for r in cut.regions for n in r.module.graph.nodes].count("chunkflow.unpack.default")
+    unpacks = [str(n.target) for r in cut.regions for n in r.module.graph.nodes].count("chunkflow.unpack_2.default")
     assert unpacks == 3
     for x in (X, X.flip(0)):
         assert torch.equal(run(cut, model, x), run(raw, model, x))
