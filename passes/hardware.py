@@ -24,6 +24,8 @@ class LinkEmulation:
     ``quantum``: bytes that one transfer sends before the next transfer's turn.  ``order``: "fair" (in turns) or "fifo".
     ``shared``: path of a file through which all ranks of the machine share one port; empty if each rank has its own.
     ``drive``: bytes/s of a drive to emulate too, 0 for the machine's own.
+    ``peers``: bytes/s into a rank from all other ranks, through a second port that collectives then use too, as NVLink; 0 if
+    there is one port for all.
     """
 
     bandwidth: float
@@ -32,9 +34,11 @@ class LinkEmulation:
     order: str = "fair"
     shared: str = ""
     drive: float = 0.0
+    peers: float = 0.0
 
     def __post_init__(self) -> None:
         _check_number("link_emulation.drive", self.drive, 0, 1e12)
+        _check_number("link_emulation.peers", self.peers, 0, 1e13)
         _check_number("link_emulation.bandwidth", self.bandwidth, 1e5, 1e13)
         _check_number("link_emulation.latency_s", self.latency_s, 0, 1)
         _check_number("link_emulation.quantum", self.quantum, 256, 1 << 30)

@@ -90,7 +90,7 @@ class CudaStream:
 
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of this stream."""
-        assert isinstance(source, torch.Tensor), "weights on the drive are staged"
+        assert not isinstance(source, DriveBytes | Reading), "weights on the drive are staged"
         self.cuda.copy(target, source)
 
     def await_record(self, event: torch.cuda.Event) -> None:

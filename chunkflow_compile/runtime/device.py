@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_weight import with_index
+from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import Source, take
 
 from .cuda import CudaDevice
@@ -28,16 +29,17 @@ from .torch_cuda import TorchCuda
 class _HostDevice(Device):
     """The common part of devices made of host threads, which read any host memory and a clock that takes no time.
 
-    ``port``: the emulated link, or None.
+    ``port``: the emulated link to the host, or None.  ``peers``: that to the other ranks, None if it is the same.
     """
 
     copy: ThreadStream
 
-    def __init__(self, engine: Engine, port: Port | None) -> None:
+    def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
         self.engine = engine
         self.clock = engine.clock
         self.copy = engine.streams["copy"]
         self.port = port
+        self.peers = peers
         weakref.finalize(self, engine.end)
 
     def event(self) -> HostEvent:
@@ -52,12 +54,15 @@ class _HostDevice(Device):
             since = max(since, read)
         else:
             take(target, source)
-        if self.port is not None:
-            self.copy.ended = self.port.send("copy", source.numel(), since)
+        port, nbytes = self.port, source.numel()
+        if isinstance(source, Pieces):
+            port, nbytes = self.peers or port, source.from_others
+        if port is not None:
+            self.copy.ended = port.send("copy", nbytes, since)
 
     def received(self, nbytes: int) -> None:
-        if self.port is not None:
-            self.port.send("collective", nbytes)
+        if (port := self.peers or self.port) is not None:
+            port.send("collective", nbytes)
 
     def start(self, marked: bool, consecutive: bool) -> float | None:
         return self.clock.now() if marked else None
@@ -76,8 +81,8 @@ class CpuDevice(_HostDevice):
 
     name = "cpu"
 
-    def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC) -> None:
-        super().__init__(Engine(("copy",), clock=clock), port)
+    def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC, peers: Port | None = None) -> None:
+        super().__init__(Engine(("copy",), clock=clock), port, peers)
         self.compute = self.collective = CallingStream(clock)
 
 
@@ -95,8 +100,9 @@ class ThreadsDevice(_HostDevice):
         before: Callable[[str], None] | None = None,
         port: Port | None = None,
         clock: HostClock = MONOTONIC,
+        peers: Port | None = None,
     ) -> None:
-        super().__init__(Engine(("compute", "collective", "copy"), choose, before, clock), port)
+        super().__init__(Engine(("compute", "collective", "copy"), choose, before, clock), port, peers)
         self.compute = self.engine.streams["compute"]
         self.collective = self.engine.streams["collective"]
 
@@ -177,7 +183,8 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
     if device.type == "cuda":
         return CudaDevice(TorchCuda(device))
     port = None if kind.link is None else make_port(kind.link)
-    return ThreadsDevice(port=port) if kind.threads else CpuDevice(port)
+    peers = Port(replace(kind.link, bandwidth=kind.link.peers)) if kind.link is not None and kind.link.peers else None
+    return ThreadsDevice(port=port, peers=peers) if kind.threads else CpuDevice(port, peers=peers)
 
 
 def make_port(link: LinkEmulation) -> Port:

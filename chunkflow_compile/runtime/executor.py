@@ -229,7 +229,7 @@ class Executor(OnDevice):
             compute.wait(self.primed)
         arena.holder = self.state
         self.state.versions, self.rewritten = versions, {}
-        step.cost.primed, step.cost.moved = step.cost.moved, 0
+        step.cost.primed, step.cost.moved, step.cost.pulled = step.cost.moved, 0, 0
 
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
         before, self.state.ended = self.state.ended, (turn, end)
@@ -249,6 +249,7 @@ class Executor(OnDevice):
                 alone_bytes=copied.alone_bytes,
                 collectives=cost.collectives,
                 moved_bytes=cost.moved,
+                pulled_bytes=cost.pulled,
                 primed_bytes=cost.primed,
                 windows=windows,
                 read_s=read_s,

@@ -19,6 +19,7 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
+from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Binding, SlotState
@@ -32,13 +33,14 @@ from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 
 @dataclass
 class Cost:
-    """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied.  ``primed``: bytes
-    copied before a cold step.  ``issue_s``: seconds of the host."""
+    """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied, ``pulled``: from other
+    ranks among them.  ``primed``: bytes copied before a cold step.  ``issue_s``: seconds of the host."""
 
     windows: WindowSeconds | None = None
     primed: int = 0
     collectives: int = 0
     moved: int = 0
+    pulled: int = 0
     issue_s: float = 0.0
 
 
@@ -293,6 +295,7 @@ def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
     if copies:
         parts.append((copies, None))
     opens, nbytes = fetches[0].opens, sum(target.numel() for copies, _ in parts for target, _, _ in copies)
+    pulled = sum(source.from_others for copies, _ in parts for _, source, _ in copies if isinstance(source, Pieces))
 
     def issue(step: Step) -> None:
         if opens:
@@ -302,6 +305,7 @@ def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
             on.copy(step, copies)
             on.mark(arrival)
         step.cost.moved += nbytes
+        step.cost.pulled += pulled
 
     return issue
 

@@ -72,9 +72,9 @@ class StepMeasurement(NamedTuple):
     stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
     completions.  ``copy_s``: seconds of the copies that ended in the step; ``alone_s`` and ``alone_bytes``: seconds and
     bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
-    ``primed_bytes``: further bytes issued before a cold step.  ``read_s``, ``read_bytes``: of the drive, ahead of copies,
-    since the step before.  ``idle_s``: seconds between the end of the call before it in
-    its cycle and its start; 0 if that is not known.  ``begin_s``: when it began, by the device's clock.
+    ``pulled_bytes``: of them from other ranks; ``primed_bytes``: further bytes issued before a cold step.  ``read_s``,
+    ``read_bytes``: of the drive, ahead of copies, since the step before.  ``idle_s``: seconds between the end of the call
+    before it in its cycle and its start; 0 if that is not known.  ``begin_s``: when it began, by the device's clock.
     ``plan``: digest of the plan that it ran under, its own or a cycle's.
     """
 
@@ -93,6 +93,7 @@ class StepMeasurement(NamedTuple):
     idle_s: float = 0.0
     plan: str = ""
     begin_s: float = 0.0
+    pulled_bytes: int = 0
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:

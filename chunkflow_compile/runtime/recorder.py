@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .device_base import Device, Waited, Watch
 from .read_ahead import Reading
@@ -115,7 +115,7 @@ class Recorder(Device):
         return Point()
 
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
-        assert isinstance(source, torch.Tensor), "weights on the drive are not recorded"
+        assert not isinstance(source, DriveBytes | Reading), "weights on the drive are not recorded"
         self._cuda.copy(target, source)
 
     def join(self) -> None:

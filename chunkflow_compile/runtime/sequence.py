@@ -28,11 +28,10 @@ from chunkflow_compile.passes.program.cycle import Call as CycleCall
 from chunkflow_compile.passes.program.cycle import Cycle, block_of, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
-from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
-from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.weights.source import Source
 
 from .arena import Arena, Binding
 from .codes import CurrentCode
@@ -344,11 +343,11 @@ class Sequence:
     def _moved(self, name: str, bound: Source) -> bool:
         """Whether the bytes of a weight are no longer where they were bound, or were pinned and are not.
 
-        A weight leaves the drive, and the memory that ranks share, when it is written.
+        A weight leaves the drive, and the memory and the devices that ranks share, when it is written.
         """
         buffer = self._buffer(name)
-        now = buffer.drive or flat_bytes(buffer.stored)
-        if isinstance(now, DriveBytes) or isinstance(bound, DriveBytes):
+        now = buffer.source_now
+        if not isinstance(now, torch.Tensor) or not isinstance(bound, torch.Tensor):
             return now is not bound
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
 

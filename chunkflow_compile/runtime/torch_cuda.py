@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.source import copies_of
+
 Object = TypeVar("Object")
 
 # Nsight Systems and Nsight Compute set them for the processes that they start.
@@ -80,9 +83,10 @@ class TorchCuda:
         with torch.cuda.device(self._device):
             return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy from the host on the current stream."""
-        target.copy_(source, non_blocking=True)
+    def copy(self, target: torch.Tensor, source: torch.Tensor | Pieces) -> None:
+        """Enqueue a copy from the host, or from the devices of the ranks, on the current stream."""
+        for part, values in copies_of(target, source):
+            part.copy_(values, non_blocking=True)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""

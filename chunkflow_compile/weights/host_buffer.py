@@ -20,6 +20,7 @@ that gets other memory (``p.data = ...``) gets another HostBuffer.
 
 Copies of the values, none of which is written by anybody but its maker:
 
+* on the devices of the ranks of a node, a piece on each (``pieces``), until the weight is written on this rank;
 * on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
   step;
 * in an op outside programs, one for that op; of a packed weight also on the CPU;
@@ -47,6 +48,7 @@ from .bytes import alias, flat_bytes, in_one_memory, part_of, uses
 from .limits import no_room
 from .mapping import close_pages
 from .packed import Packed
+from .pieces import Pieces
 from .pinning import HostReader, Pins
 from .source import DriveBytes, Source
 from .staging import GpuStagings
@@ -69,8 +71,8 @@ class HostBuffer:
     ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
     tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
     gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
-    any other.  ``is_packed``: whether ``packed`` has the values; ``packable``: whether :meth:`pack` may pack
-    them, which have whole pages of their own then.
+    any other.  ``pieces``: those dealt to the ranks of a node, None for none.  ``is_packed``: whether ``packed`` has the
+    values; ``packable``: whether :meth:`pack` may pack them, which have whole pages of their own then.
     """
 
     def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
@@ -80,6 +82,7 @@ class HostBuffer:
         self.origin = host.device
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
+        self.pieces: Pieces | None = None
         self._backing = Backing(host) if backing is None else backing  # only _back changes it
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = threading.Lock()  # for what reads the form of the values, and what changes it
@@ -102,7 +105,7 @@ class HostBuffer:
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
-        self._store = None
+        self._store = self.pieces = None
         if (life := self.life) is not None:
             del life.in_store
 
@@ -169,6 +172,14 @@ class HostBuffer:
         """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
         if self.where is Where.FILE_WRITTEN:
             self.make_private()
+        return self.source_now
+
+    @property
+    def source_now(self) -> Source:
+        """The same, unless the weight was written unseen.  What was written is no longer what the pieces have."""
+        if (pieces := self.pieces) is not None and pieces.version == self.version:
+            return pieces
+        self.pieces = None
         return self.drive or flat_bytes(self.stored)
 
     @property
@@ -384,7 +395,7 @@ class HostBuffer:
     @property
     def should_pin(self) -> bool:
         """Whether there is host memory to pin, and it is not pinned."""
-        return not self.pinned and self.store.pins and self.drive is None
+        return not self.pinned and self.store.pins and isinstance(self.source_now, torch.Tensor)
 
     def pin(self, device: HostReader, fits: bool = True) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.

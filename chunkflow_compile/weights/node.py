@@ -79,21 +79,25 @@ class Node:
 
     def share(self, file: Descriptor | None) -> Descriptor:
         """A file of the leader's, opened at every rank; the others pass None."""
+        (shared,) = self.exchange(file).values()
+        return shared
+
+    def exchange(self, file: Descriptor | None) -> dict[int, Descriptor]:
+        """Rank -> the file that it passes, opened at every rank, of those that pass one."""
         place = None if file is None else [os.getpid(), file.number, *identity_of(os.fstat(file.number))]
-        process, number, *identity = self.gather(place)[0]
-        cause = ""
-        if file is None:
-            try:
-                file = reopened(f"/proc/{process}/fd/{number}", (identity[0], identity[1]))
-            except OSError as error:
-                cause = error.strerror or str(error)
-        causes = self.gather(cause)
-        if file is None or any(causes):
+        opened, cause = {} if file is None else {self.rank: file}, ""
+        places = {rank: found for rank, found in zip(self.ranks, self.gather(place), strict=True) if found is not None}
+        for rank, (process, number, *identity) in places.items():
+            if rank != self.rank and not cause:
+                try:
+                    opened[rank] = reopened(f"/proc/{process}/fd/{number}", (identity[0], identity[1]))
+                except OSError as error:
+                    cause = f"rank {rank}: {error.strerror or error}"
+        if cause := max(self.gather(cause)):
             raise ChunkflowError(
-                f"A file of rank {self.ranks[0]} cannot be opened in /proc by the other ranks of this machine "
-                f"({max(causes)}). Pass share=False."
+                f"A file of a rank of this machine cannot be opened in /proc by the others ({cause}). Pass share=False."
             )
-        return file
+        return {rank: opened[rank] for rank in places}
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave.  ``error``: why this rank cannot go on, which the others raise when they meet next.

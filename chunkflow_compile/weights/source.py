@@ -1,4 +1,4 @@
-"""Where the bytes of a copy to the device come from: host memory, or a file on the drive."""
+"""Where the bytes of a copy to the device come from: host memory, a file on the drive, or the devices of the ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from chunkflow_compile.passes.ring import BLOCK
 
 from .bytes import copy_host_bytes, memory_of
 from .mapping import Descriptor, map_file
+from .pieces import Pieces
 
 
 class WeightFile:
@@ -156,12 +158,18 @@ class DriveBytes:
 
 
 # Where the bytes of a copy to the device come from.
-Source = torch.Tensor | DriveBytes
+Source = torch.Tensor | DriveBytes | Pieces
 
 
 def take(target: torch.Tensor, source: Source) -> None:
     """Copy bytes into host memory (uint8, equal sizes) on the calling thread, wherever they are."""
     if isinstance(source, DriveBytes):
         source.read(target)
-    else:
-        copy_host_bytes(target, source)
+        return
+    for part, values in copies_of(target, source):
+        copy_host_bytes(part, values)
+
+
+def copies_of(target: torch.Tensor, source: torch.Tensor | Pieces) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """The copies that bring the bytes of a source, none of them on the drive, into ``target`` (uint8, equal sizes)."""
+    return source.copies(target) if isinstance(source, Pieces) else [(target, source)]
