@@ -415,4 +415,5 @@ def problem_at(
         )
         for node, at in started
     ]
-    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights))
+    found = {"regions": tuple(regions), "collectives": tuple(collectives), "weights": tuple(weights)}
+    return Problem(**found, ranks=traced.together)
