@@ -51,7 +51,7 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
 
 
 def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow") -> Finding:
-    """What a rank's copies reach alone, and each of ``ranks`` at once.  ``profile``: of the cards, None if it is not known."""
+    """What a rank's copies reach alone, and each of ``ranks`` at once.  ``profile``: of this machine, None if none is."""
     if profile is None:
         return Finding("copies", "at no known rate: no profile is of this machine")
     alone = f"{profile.copy_rate / 1e9:.1f} GB/s alone"
@@ -146,7 +146,7 @@ def _copies(machine: Machine) -> Iterator[Finding]:
     if (gpus := len(machine.gpus)) > 1:
         copies = machine.host_copies(gpus)
         each = f"{copies}, one for each NUMA node with GPUs" if copies > 1 else "one"
-        yield Finding("copies in host", f"{each}, of a model that {gpus} ranks share")
+        yield Finding("host copies", f"{each}, of a model that {gpus} ranks share")
 
 
 def _graphs(machine: Machine) -> Iterator[Finding]:

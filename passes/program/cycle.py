@@ -135,9 +135,7 @@ def join(calls: Sequence[Call]) -> Problem:
                 weights[weight.name] = replace(weight, index=len(weights), uses=uses)
             else:
                 weights[weight.name] = replace(joined, uses=joined.uses + uses, keep=joined.keep or weight.keep)
-    return Problem(
-        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()), ranks=ranks
-    )
+    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()), ranks=ranks)
 
 
 def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
