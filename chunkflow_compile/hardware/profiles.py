@@ -75,8 +75,8 @@ def default_profile(device: torch.device) -> str:
     known = profile_of_card(properties.name)
     if known is None:
         warnings.warn(
-            f"No hardware profile is of {properties.name}: plans use {alike(properties)}, scaled by what its driver tells of it. Run "
-            "chunkflow calibrate once on this machine.",
+            f"No hardware profile is of {properties.name}: plans use {alike(properties)}, scaled by what its driver tells of "
+            "it. Run chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
     return known or (SCALED if device.index is None else f"{SCALED}:{device.index}")

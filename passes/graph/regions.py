@@ -415,5 +415,6 @@ def problem_at(
         )
         for node, at in started
     ]
-    found = {"regions": tuple(regions), "collectives": tuple(collectives), "weights": tuple(weights)}
-    return Problem(**found, ranks=traced.together)
+    return Problem(
+        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
+    )
