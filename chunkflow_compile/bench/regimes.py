@@ -96,7 +96,7 @@ REGIMES: Mapping[str, Regime] = {
         size=Size(layers=4, frames=4, height=16, width=16, **_WAN_WIDTH),
         load=3.0,
         chunk_bytes=_CHUNK,
-        arms=("resident", "layerwise", "chunkflow", "chunkflow@40%"),
+        arms=("resident", "layerwise", "chunkflow"),
         shows="four ranks read host memory through one port: the port is the bound, and each has a quarter of it",
         ranks=4,
         one_port=True,

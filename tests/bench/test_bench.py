@@ -163,7 +163,9 @@ def test_the_link_keeps_to_its_figures() -> None:
     assert 0 < found.alone <= 5e7 * (1 + 1e-9) and found.shared > 0
     assert "a link of 50.0 MB/s is emulated" in str(found)
     link = LinkEmulation(bandwidth=1e8, shared="port")
-    assert on_emulated_link(load_profile("cpu"), link, 2).copy_rate == 5e7
+    shared = on_emulated_link(load_profile("cpu"), link, 2)
+    assert [shared.shared_by(ranks).copy_rate for ranks in (1, 2, 4)] == [1e8, 5e7, 2.5e7]
+    assert shared.collective_bandwidth == 5e7
     assert on_emulated_link(load_profile("cpu"), LinkEmulation(bandwidth=1e8), 2).copy_rate == 1e8
 
 
