@@ -101,6 +101,8 @@ class Hardware:
     """Seconds that a collective between nodes takes beside collective_latency_s."""
     drive_bandwidth: float = 2e9
     """Bytes/s that this rank reads from the drive, for weights beyond host_memory; 2 GB/s is a common NVMe drive."""
+    host_bandwidth: float = 0.0
+    """Bytes/s that all ranks of a machine together read from its memory, 0 if no bound is known.  See :meth:`shared_by`."""
     cards: tuple[str, ...] = ()
     """The cards that this is the profile of, as their drivers name them."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -119,6 +121,8 @@ class Hardware:
             )
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
+        if self.host_bandwidth != 0:  # a rate like any other, or none
+            _check_number("host_bandwidth", self.host_bandwidth, *_RANGES["h2d_bandwidth"])
         for name, kind, example in (("gemm_flops", "dtypes", "bfloat16"), ("attention_flops", "kernels", "fa2")):
             rates = getattr(self, name)
             if not isinstance(rates, Mapping) or (name == "gemm_flops" and not rates):
@@ -188,8 +192,18 @@ class Hardware:
 
     @property
     def copy_rate(self) -> float:
-        """Bytes/s of a long copy alone on the link."""
+        """Bytes/s of a long copy alone on the link, while no other rank copies."""
         return self.eta_pref * self.h2d_bandwidth
+
+    def shared_by(self, ranks: int) -> Hardware:
+        """This machine as a rank sees it while so many copy at once: copies take the less of its own rate and its part.
+
+        Its part is an equal one of ``host_bandwidth``, among those of the ranks that are on its machine.
+        """
+        here = min(ranks, self.node_ranks) if self.node_ranks else ranks
+        if not self.host_bandwidth or self.copy_rate * here <= self.host_bandwidth:
+            return self
+        return dataclasses.replace(self, h2d_bandwidth=self.host_bandwidth / here, eta_pref=1.0, host_bandwidth=0.0)
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n"

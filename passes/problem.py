@@ -129,11 +129,15 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything that placement reads of a model.  Window k opens before region k."""
+    """Everything that placement reads of a model.  Window k opens before region k.
+
+    ``ranks``: those that run it at the same time, each its part; what they share of a machine is in :class:`Hardware`.
+    """
 
     regions: tuple[Region, ...]
     collectives: tuple[Collective, ...]
     weights: tuple[Weight, ...]
+    ranks: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -157,7 +161,7 @@ class Problem:
             for c in self.collectives
             if c.before in index
         )
-        return Problem(regions=regions, collectives=collectives, weights=weights)
+        return replace(self, regions=regions, collectives=collectives, weights=weights)
 
     @property
     def structure(self) -> object:
@@ -175,7 +179,8 @@ class Problem:
         """Sixteen hex digits that identify this problem; a plan carries them.
 
         They cover what placement depends on, as far as it is the same however the model is traced.  The order of
-        inputs, which changes when the model is offloaded, and ops specific to a device are left out.
+        inputs, which changes when the model is offloaded, and ops specific to a device are left out.  So are the ranks:
+        those of a program are known where it runs.
         """
         body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],

@@ -80,13 +80,13 @@ class Job:
 
 
 def job_of(regime: Regime, steps: int, **other: Any) -> Job:
-    """A regime on two ranks: the link is what its load makes of it, and regions are held to their pace."""
+    """A regime on its ranks: the link is what its load makes of it, and regions are held to their pace."""
     return Job(
         regime=regime,
-        link=LinkEmulation(bandwidth=TO_BE_DERIVED),
+        link=LinkEmulation(bandwidth=TO_BE_DERIVED, shared="port" if regime.one_port else ""),
         load=regime.load,
         pace=PACE,
-        ranks=2,
+        ranks=regime.ranks,
         arms=parse_arms(regime.arms),
         steps=steps,
         **other,

@@ -66,9 +66,13 @@ def _run_rank(rank: int, job: Job) -> None:
 
 
 def _pin_to_cores(rank: int, ranks: int) -> None:
-    """Pin a rank to processors of its own.  Threads that move between processors slow the other rank by a tenth."""
+    """Pin a rank to processors of its own, or to one that it shares where there are fewer processors than ranks.
+
+    Threads that move between processors slow the other rank by a tenth.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    mine = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+    first = rank * len(cores) // ranks
+    mine = cores[first : max(first + 1, (rank + 1) * len(cores) // ranks)]
     if mine:
         os.sched_setaffinity(0, mine)
     torch.set_num_threads(max(1, len(mine)))

@@ -26,6 +26,7 @@ class Regime:
     """A small model of ``family``, the load of its link (``share`` of :class:`LinkLoad`), and the default arms.  Without
     a family, for a model that a :class:`Job` names.
 
+    ``ranks``: on an emulated link.  ``one_port``: whether they share one.
     ``shows``: what the measurement demonstrates.  ``most``: largest share of all weight bytes for the budget of
     chunkflow, which is otherwise the bytes of layerwise.  ``dtype``: of the model.  ``group_bytes``: the option.
     """
@@ -39,6 +40,8 @@ class Regime:
     most: float = 1.0
     dtype: str = "float32"
     group_bytes: int | None = None
+    ranks: int = 2
+    one_port: bool = False
 
 
 # 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
@@ -87,6 +90,16 @@ REGIMES: Mapping[str, Regime] = {
         chunk_bytes=_CHUNK,
         arms=("resident", *(f"{p}@{b}%" for b in BUDGETS for p in ("layerwise-prefix", "chunkflow"))),
         shows="few tokens: copies cannot be hidden, and more memory means more speed",
+    ),
+    "shared-port": Regime(
+        family="wan",
+        size=Size(layers=4, frames=4, height=16, width=16, **_WAN_WIDTH),
+        load=3.0,
+        chunk_bytes=_CHUNK,
+        arms=("resident", "layerwise", "chunkflow"),
+        shows="four ranks read host memory through one port: the port is the bound, and each has a quarter of it",
+        ranks=4,
+        one_port=True,
     ),
     "packed": Regime(
         size=Size(layers=12, frames=1, height=8, width=8, **_PACKED_WIDTH),

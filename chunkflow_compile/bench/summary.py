@@ -121,6 +121,8 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
 def _title(job: Job) -> str:
     """The model and its link, in one line."""
     size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
+    if job.link is not None and job.link.shared:
+        link += " that all ranks share"
     if job.model is not None and job.model in PRESETS:
         return f"{job.model}, {job.sizes or PRESETS[job.model].sizes}, random weights{link}"
     if job.model is not None:

@@ -309,7 +309,8 @@ class Turns:
             self.progress.set_description(f"{arm.name}: plan")
             planned = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
             if planned is None:
-                plan, problem, rate = layerwise.program.plan, code.program.problem, self.hardware.copy_rate
+                plan, problem = layerwise.program.plan, code.program.problem
+                rate = self.hardware.shared_by(problem.ranks).copy_rate
                 settings = settings_of(arm, plan, problem, timings, rate, self.job.regime.most)
                 base, times = form_of(arm, measured, settings)
                 planned = base.remade(**{**settings, "timings": times} if arm.pack else settings)

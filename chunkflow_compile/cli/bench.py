@@ -60,7 +60,9 @@ def _job(arguments: argparse.Namespace) -> Job:
         pace = arguments.pace or None
         load = None if arguments.bandwidth else arguments.load or regime.load
         bandwidth = parse_rate(arguments.bandwidth, "bandwidth") if arguments.bandwidth else TO_BE_DERIVED
-        link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared="port" if arguments.one_port else "")
+        shared = "port" if arguments.one_port or regime.one_port else ""
+        link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared=shared)
+    ranks = 1 if link is None and arguments.transport != "loopback" else regime.ranks
     return Job(
         regime=regime,
         model=None if arguments.model in REGIMES else arguments.model,
@@ -68,7 +70,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         link=link,
         load=load,
         pace=pace,
-        ranks=arguments.ranks or (2 if link is not None or arguments.transport == "loopback" else 1),
+        ranks=arguments.ranks or ranks,
         arms=arms,
         steps=arguments.steps,
         lowering=arguments.lowering,

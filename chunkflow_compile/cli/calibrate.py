@@ -17,6 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.runtime.link import MOST_RANKS
 from chunkflow_compile.units import parse_rate, size
 
 
@@ -28,13 +29,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.emulate:
         if name != "cpu":
             raise ChunkflowError(f"--emulate: --device {name} has a link of its own; use --device cpu.")
-        emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "emulate"))
+        emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "emulate"), shared=arguments.one_port or "")
+    elif arguments.one_port:
+        raise ChunkflowError("--one-port is of an emulated link: give --emulate too.")
+    if arguments.ranks is not None:
+        most = torch.cuda.device_count() if name == "cuda" else MOST_RANKS
+        if not 1 <= arguments.ranks <= most:
+            raise ChunkflowError(f"--ranks must be from 1 to {most}, one for each device, not {arguments.ranks}.")
     if not arguments.out:
         with contextlib.suppress(OSError):  # check_writable reports a folder that cannot be created
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
     rate = None if arguments.drive is None else drive_rate(arguments.drive)
-    profile = calibrate(device, arguments.name or out.stem, emulated, arguments.loopback)
+    profile = calibrate(device, arguments.name or out.stem, emulated, arguments.loopback, arguments.ranks)
     if rate is not None:
         sources = {**profile.sources, "drive_bandwidth": f"measured on {arguments.drive}"}
         profile = replace(profile, drive_bandwidth=rate, sources=sources)
@@ -56,6 +63,10 @@ def profile_table(profile: Hardware) -> str:
         ("cache", f"{size(profile.cache_bytes)}, {profile.cache_bandwidth / 1e9:.4g} GB/s"),
         ("a kernel", f"{profile.kernel_s * 1e6:.3g} us"),
         ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us a chunk"),
+        (
+            "copies of all ranks",
+            f"{profile.host_bandwidth / 1e9:.4g} GB/s" if profile.host_bandwidth else "not measured",
+        ),
         ("collective", f"{profile.collective_bandwidth / 1e9:.4g} GB/s, {latency_us:.3g} us each"),
         ("drive", f"{profile.drive_bandwidth / 1e9:.4g} GB/s{assumed}"),
         ("a region", f"{profile.launch_s * 1e6:.3g} us"),

@@ -22,7 +22,7 @@ ENOUGH = 0.7
 @dataclass(frozen=True, kw_only=True)
 class Degree:
     """A step at a degree.  ``collective_s``: of it, in collectives that compute waits for.  Bytes of weights of one rank on
-    its device, and of all ranks of a machine in host memory, which they share."""
+    its device, and of the copy in host memory that the ranks near a NUMA node share."""
 
     degree: int
     step_s: float

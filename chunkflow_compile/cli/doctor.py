@@ -6,11 +6,13 @@ import argparse
 
 from chunkflow_compile.catalog.presets import weight_bytes
 from chunkflow_compile.hardware.caches import settle
-from chunkflow_compile.hardware.machine import look
+from chunkflow_compile.hardware.machine import Machine, look
+from chunkflow_compile.hardware.profiles import MEASURED, load_profile, profile_of_card
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.report.health import engines, findings, health_table, room_for
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.report.health import copy_rates, engines, findings, health_table, room_for
 
 from .output import called, say, write_json
 
@@ -20,10 +22,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--ranks must be at least 1.")
     machine = look()
     settle()
-    listed = (*findings(machine, called()), engines(why_not_tensorrt()))
+    rates = copy_rates(_profile(machine), max(arguments.ranks, len(machine.gpus)), called())
+    listed = (*findings(machine, called()), rates, engines(why_not_tensorrt()))
     if arguments.model is not None:
+        ranks = arguments.ranks
         read_time = ReadTime.here(weight_bytes(arguments.model))
-        listed += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)
+        listed += (room_for(arguments.model, read_time, ranks, machine.memory, machine.host_copies(ranks)),)
     say(arguments, health_table(listed))
     write_json(arguments, listed)
     return 1 if any(f.verdict == "missing" for f in listed) else 0
+
+
+def _profile(machine: Machine) -> Hardware | None:
+    """That of the first card, or what was measured on a machine without one; None if there is none, or it is damaged."""
+    try:
+        name = profile_of_card(machine.gpus[0].name) if machine.gpus else MEASURED if machine.profile else None
+        return None if name is None else load_profile(name)
+    except ChunkflowError:
+        return None

@@ -164,6 +164,10 @@ def _calibrate(parser: ArgumentParser) -> None:
     add("--name", help="name of the profile (default: the name of the file)")
     emulate = "on the CPU: emulate a link of SIZE bytes per second, such as 200MB, for programs that use the profile"
     add("--emulate", metavar="SIZE", help=emulate)
+    one_port = "with --emulate: all ranks share the link, through FILE"
+    add("--one-port", metavar="FILE", help=one_port)
+    ranks = "ranks that copy at once, for what they share of the host's memory (default: all GPUs, on a CPU 1)"
+    add("--ranks", type=int, metavar="N", help=ranks)
     loopback = "measure the collectives of one process, through host memory: one GPU is enough"
     add("--loopback", action="store_true", help=loopback)
     drive = "also measure the drive of a file, or of the largest file in a folder"
@@ -298,8 +302,8 @@ Exit code 1 if something that a run needs is missing.""",
         _calibrate,
         "measure this machine into a hardware profile",
         """\
-Measures GEMMs, attention, memory, copies to the device, collectives of two ranks and compute alone
-and beside copies, and writes a profile for --hardware FILE or options={'hardware': FILE}.""",
+Measures GEMMs, attention, memory, copies to the device, on all GPUs at once too, collectives of two
+ranks and compute alone and beside copies, and writes a profile for --hardware FILE or options={'hardware': FILE}.""",
         "example: chunkflow calibrate --out hw.json",
     ),
 }

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = target.plan()
     with progress.phase("planning alternatives"):
         plan_for = partial(make_plan, target.problem, inside=target.regional)
-        story = tell(weight, plan, changes(weight, target.settings, plan_for))
+        story = tell(weight, plan, changes(weight, target.problem.ranks, target.settings, plan_for))
     say(arguments, f"{target.heading}\n\n{story}")
     write_json(arguments, story)
     return 0

@@ -24,7 +24,7 @@ from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights
 from chunkflow_compile.placed.streamable import why_not
 from chunkflow_compile.units import size
-from chunkflow_compile.weights.groups import ranks_of
+from chunkflow_compile.weights.groups import ranks_of, ranks_together
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
@@ -146,6 +146,7 @@ def describe_graph(
         unknown=unknown,
         fused=fused,
         repeats=repeats,
+        together=ranks_together(),
     )
 
 

@@ -1,7 +1,8 @@
 """Calibration: measure a machine, on the CPU or on CUDA, into a hardware profile.
 
 Every figure is a median of repetitions.  The stages: GEMM and attention rates by dtype, memory bandwidth, the cost of a
-call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once.
+call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once; copies
+of all ranks at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.link import Port
 from chunkflow_compile.units import size
 
-from .contention import MIB, compute_slowdown, contended_seconds, copier, factor, median_seconds
+from .contention import MIB, REPEATS, compute_slowdown, contended_seconds, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
 from .stopwatch import Stopwatch
@@ -41,6 +42,8 @@ COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
 # Collectives per measurement.  Fixed, because all ranks must make the same number of calls; copies run beside them for
 # some hundred milliseconds.
 ROUNDS_BESIDE = 40
+# Copies of a rank in a round of all ranks: 40 ms on PCIe 5, long beside what ranks leave a barrier apart.
+COPIES_TOGETHER = 32
 # A smaller slowdown of compute is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
@@ -58,18 +61,24 @@ _ETA_GEMM = 0.85
 # A figure of a profile, its value, and how it was measured, or that it was not.
 _Figure = tuple[str, Any, str]
 _ASSUMED = "not measured, one device only"
-_AS_IT_IS = (_ASSUMED, "assumption", "1:", "as the driver says")
+_AS_IT_IS = ("not measured", "assumption", "1:", "as the driver says")
 
 
 def calibrate(
-    device: torch.device, name: str, emulated: LinkEmulation | None = None, loopback: bool = False
+    device: torch.device,
+    name: str,
+    emulated: LinkEmulation | None = None,
+    loopback: bool = False,
+    together: int | None = None,
 ) -> Hardware:
     """Measure ``device`` into a profile called ``name``, with a progress bar.
 
     ``emulated``: an emulated link for copies and collectives.  The profile records it, and programs compiled for the
     profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
+    ``together``: the ranks that copy at once, by default one for each GPU.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
+    together = together or (1 if device.type == "cpu" else torch.cuda.device_count())
     ranks = device.type == "cpu" or loopback or torch.cuda.device_count() >= LINK_RANKS
     figures: dict[str, Any] = {"eta_pref": 1.0}
     sources = {"eta_pref": "1: the bandwidth is measured, not nominal"}
@@ -80,6 +89,7 @@ def calibrate(
         "calls": partial(_calls, device),
         "copies": partial(_copies, device, emulated),
         "collectives and compute, alone and beside copies": link,
+        "copies of all ranks at once": partial(_together, device, emulated, together),
     }
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
     _warm_up(device)
@@ -231,13 +241,61 @@ def _slowed(slowdown: float) -> _Figure:
 
 
 def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> list[_Figure]:
+    found: list[_Figure] = _spawned(_measure_rank, 1 if loopback else LINK_RANKS, device.type, emulated, loopback)
+    return found
+
+
+def _together(device: torch.device, emulated: LinkEmulation | None, ranks: int) -> Iterator[_Figure]:
+    if ranks < 2:
+        yield "host_bandwidth", 0.0, "not measured, one rank only: chunkflow calibrate --ranks N measures N at once"
+        return
+    worst: float = _spawned(_copy_together, ranks, device.type, emulated, ranks)
+    yield (
+        "host_bandwidth",
+        round(ranks * worst),
+        f"{ranks} ranks that copy at once, {ranks} times the rate of the slowest",
+    )
+
+
+def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> Any:
+    """What the first of so many processes has saved."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_measure_rank, (device.type, folder, emulated, loopback), nprocs=1 if loopback else LINK_RANKS)
+            spawn(work, (kind, folder, *arguments), nprocs=ranks)
         except ProcessException as error:
             raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
-        result: list[_Figure] = torch.load(Path(folder) / "rank0.pt", weights_only=False)
-        return result
+        return torch.load(Path(folder) / "rank0.pt", weights_only=False)
+
+
+def _copy_together(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int) -> None:
+    """Save the bytes/s of the slowest of all ranks, which copy at the same time."""
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    try:
+        size = COPY_SIZES[-1] if kind == "cuda" else MIB
+        port, walk = None if emulated is None else make_port(emulated), (4 if kind == "cuda" else 1) * COPY_SIZES[-1]
+        copy = copier(device, size, port, walk)
+        seconds = [max(s) for s in _rounds(device, copy, ranks)]
+        if rank == 0:
+            torch.save(COPIES_TOGETHER * size / statistics.median(seconds[1:]), Path(folder) / "rank0.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _rounds(device: torch.device, copy: Callable[[], object], ranks: int) -> Iterator[list[float]]:
+    """Seconds of each rank's copies in a round, which all begin at once.  The first round touches the memory."""
+    for _ in range(1 + REPEATS):
+        dist.barrier()
+        watch = Stopwatch(device)
+        for _ in range(COPIES_TOGETHER):
+            copy()
+        mine, everyone = watch.stop(), [0.0] * ranks
+        dist.all_gather_object(everyone, mine)
+        yield everyone
 
 
 def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:

@@ -14,9 +14,11 @@ EXCHANGE_S = 1e-3
 def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
     """``hardware`` with an emulated link, shared by copies and collectives, and by all ``ranks`` if ``link.shared``."""
     rate = link.bandwidth / (ranks if link.shared else 1)
+    together = link.bandwidth if link.shared else 0.0
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
     figures: dict[str, Any] = {
-        "h2d_bandwidth": rate,
+        "h2d_bandwidth": link.bandwidth,
+        "host_bandwidth": together,
         "eta_pref": 1.0,
         "chunk_s": 0.0,
         "collective_bandwidth": rate,

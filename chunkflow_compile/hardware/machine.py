@@ -74,6 +74,11 @@ class Machine:
     compile_cache: Folder
     temporary: Folder
 
+    def host_copies(self, ranks: int) -> int:
+        """Copies of a model in host memory that so many ranks share, one rank a GPU: one for each NUMA node that has one of
+        these GPUs (``node_of`` in weights/node.py)."""
+        return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
+
 
 def check_installed(what: str, name: str) -> None:
     """Raise ChunkflowError if a library that ``what`` needs is not installed.  ``name``: a key of ``INSTALL``."""

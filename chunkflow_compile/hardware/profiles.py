@@ -72,17 +72,21 @@ def default_profile(device: torch.device) -> str:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    name = properties.name
-    if (measured := _measured_path()) is not None and f"{name}, torch" in str(_read_profile(measured).sources):
-        return MEASURED
-    built_in = next((profile for profile in profile_names() if name in _read_built_in(profile).cards), None)
-    if built_in is None:
+    known = profile_of_card(properties.name)
+    if known is None:
         warnings.warn(
-            f"No hardware profile is of {name}: plans use {alike(properties)}, scaled by what its driver tells of it. Run "
-            "chunkflow calibrate once on this machine.",
+            f"No hardware profile is of {properties.name}: plans use {alike(properties)}, scaled by what its driver tells of "
+            "it. Run chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
-    return built_in or (SCALED if device.index is None else f"{SCALED}:{device.index}")
+    return known or (SCALED if device.index is None else f"{SCALED}:{device.index}")
+
+
+def profile_of_card(card: str) -> str | None:
+    """The name of the profile that was measured here on such a card, or else of the built-in one; None without either."""
+    if (measured := _measured_path()) is not None and f"{card}, torch" in str(_read_profile(measured).sources):
+        return MEASURED
+    return next((profile for profile in profile_names() if card in _read_built_in(profile).cards), None)
 
 
 def _scaled(name: str) -> Hardware:

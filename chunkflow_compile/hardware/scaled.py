@@ -62,6 +62,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         "shared_link": "assumption: PCIe carries copies and collectives alike",
         "copy_slowdown": "assumption: a fair share",
         "collective_slowdown": "assumption: a fair share",
+        "host_bandwidth": "not known: chunkflow calibrate measures it on all cards of the machine at once",
     }
     if memory:
         sources["memory_bandwidth"] = "its driver: memory clock and width of the bus"
@@ -79,6 +80,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         shared_link=True,
         copy_slowdown=2.0,
         collective_slowdown=2.0,
+        host_bandwidth=0.0,
         sources=sources,
     )
 

@@ -11,6 +11,7 @@ from tabulate import tabulate
 from chunkflow_compile.hardware.caches import FIX
 from chunkflow_compile.hardware.machine import INSTALL, Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
+from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.limits import VARIABLE, HostMemory
@@ -38,6 +39,7 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
         _cuda(machine),
         *(_gpu(i, gpu) for i, gpu in enumerate(machine.gpus)),
         Finding("cpu", f"{machine.cpus} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes != 1)}"),
+        *_copies(machine),
         *_graphs(machine),
         *_memory(machine),
         *_collectives(machine),
@@ -48,14 +50,29 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
     )
 
 
-def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory) -> Finding:
+def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow") -> Finding:
+    """What a rank's copies reach alone, and each of ``ranks`` at once.  ``profile``: of this machine, None if none is."""
+    if profile is None:
+        return Finding("copies", "at no known rate: no profile is of this machine")
+    alone = f"{profile.copy_rate / 1e9:.1f} GB/s alone"
+    if ranks < 2:
+        return Finding("copies", f"{alone} (profile {profile.name})")
+    together = f"{profile.shared_by(ranks).copy_rate / 1e9:.1f} GB/s each of {ranks} at once"
+    if profile.host_bandwidth:
+        return Finding("copies", f"{alone}, {together} (profile {profile.name})")
+    fix = f"{ranks} ranks may read the host's memory more slowly than one: run {program} calibrate --ranks {ranks}"
+    return _noted("copies", f"{alone}, and as if so for {ranks} at once (profile {profile.name})", fix)
+
+
+def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, copies: int = 1) -> Finding:
     """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share.
 
-    ``read_time``: of these weights, if they are not in the page cache."""
-    copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
-    needs = f"{size(read_time.nbytes)} of host memory{copies}; {read_time}"
-    reserve = min(read_time.nbytes, memory.reserve)  # as offload leaves it
-    if (left := memory.free - read_time.nbytes) >= reserve:
+    ``read_time``: of these weights, if they are not in the page cache.  ``copies``: see Machine.host_copies."""
+    shared = f", {'one copy' if copies == 1 else f'{copies} copies'} for {ranks} ranks" if ranks > 1 else ""
+    taken = copies * read_time.nbytes
+    needs = f"{size(taken)} of host memory{shared}; {read_time}"
+    reserve = min(taken, memory.reserve)  # as offload leaves it
+    if (left := memory.free - taken) >= reserve:
         return Finding(model, f"{needs}; {size(left)} left")
     fix = (
         "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory=, or free or add host "
@@ -123,6 +140,13 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
                 "while something copies"
             )
     return _noted(f"GPU {index}", ", ".join(parts), fix)
+
+
+def _copies(machine: Machine) -> Iterator[Finding]:
+    if (gpus := len(machine.gpus)) > 1:
+        copies = machine.host_copies(gpus)
+        each = f"{copies}, one for each NUMA node with GPUs" if copies > 1 else "one"
+        yield Finding("host copies", f"{each}, of a model that {gpus} ranks share")
 
 
 def _graphs(machine: Machine) -> Iterator[Finding]:

@@ -117,9 +117,11 @@ def find_weight(problem: Problem, part: str) -> Weight:
     raise ChunkflowError(f"No weight has {part!r} in its name; the nearest are {', '.join(close)}.")
 
 
-def changes(weight: Weight, settings: Settings, plan_for: Callable[[Settings], Plan]) -> Iterator[Change]:
-    """The effect of other settings on a weight, with one thing changed in each; none if no plan moves it."""
-    for what, other in _alternatives(settings, weight.drive) if weight.keep is None else ():
+def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[Settings], Plan]) -> Iterator[Change]:
+    """The effect of other settings on a weight, with one thing changed in each; none if no plan moves it.
+
+    ``ranks``: of the problem."""
+    for what, other in _alternatives(settings, ranks, weight.drive) if weight.keep is None else ():
         try:
             plan = plan_for(other)
         except ChunkflowError as error:
@@ -135,7 +137,7 @@ def changes(weight: Weight, settings: Settings, plan_for: Callable[[Settings], P
         )
 
 
-def _alternatives(settings: Settings, drive: bool) -> Iterator[tuple[str, Settings]]:
+def _alternatives(settings: Settings, ranks: int, drive: bool) -> Iterator[tuple[str, Settings]]:
     """What is changed, and the settings.  ``drive``: whether the weight is there."""
     if settings.memory is not None:
         for factor in (0.75, 1.25):
@@ -148,6 +150,9 @@ def _alternatives(settings: Settings, drive: bool) -> Iterator[tuple[str, Settin
     machine = settings.hardware
     for factor, said in ((2.0, "a link twice as fast"), (0.5, "a link half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
+    if machine.shared_by(ranks) is not machine:
+        faster = replace(machine, host_bandwidth=2 * machine.host_bandwidth)
+        yield "host memory twice as fast", replace(settings, hardware=faster)
     if drive:
         faster = replace(machine, drive_bandwidth=2 * machine.drive_bandwidth)
         yield "a drive twice as fast", replace(settings, hardware=faster)

@@ -50,7 +50,7 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
     """The same generation with all weights on the device, with one component at a time there, with two blocks at a time,
     and planned within ``memory`` bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
-    rate = hardware.h2d_bandwidth * hardware.eta_pref
+    rate = hardware.shared_by(1).copy_rate
     plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
     singly = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
 

@@ -143,6 +143,15 @@ def ranks_of(name: str) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(_resolved(name)))
 
 
+def ranks_together() -> int:
+    """The ranks that run a model at the same time: those of this machine where their launcher says how many they are, else
+    those of the default process group.  One process that stands for several is one."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # of a plan without ranks
+        return dist.get_world_size()
+    group = group_of()
+    return local_ranks(1 if group is None else len(group.ranks))
+
+
 def group_named(name: str) -> Group | None:
     """What is known of the process group of this name, None unless it has several real ranks."""
     return group_of(_resolved(name))

@@ -80,9 +80,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return memory
 
 
-def local_ranks() -> int:
-    """The processes of this job on this machine."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def local_ranks(otherwise: int = 1) -> int:
+    """The processes of this job on this machine; ``otherwise``: where no launcher says how many."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", otherwise)))
 
 
 def no_room(nbytes: int) -> str | None:

@@ -30,8 +30,9 @@ chunks and the incoming bytes of collectives share in turns of 256 KiB. **Comput
 would not slow a GPU's. Nothing here was measured on a GPU.
 
 Each regime sets the *load* of the link: the share of the resident step for which the link would be busy if every weight
-streamed once a step. compute-rich has 0.2, contention 0.7, contention-flux 0.88, compute-poor 1.6. The bandwidth follows from
-the compute that is measured at the start, so that a regime means the same on a machine of another speed.
+streamed once a step. compute-rich has 0.2, contention 0.7, contention-flux 0.88, compute-poor 1.6, and shared-port 3, where
+all four ranks share one port, and each has a quarter of it. The bandwidth follows from the compute that is measured at the
+start, so that a regime means the same on a machine of another speed.
 
 A model is compiled once. Every arm is a plan of its own on the same lowered regions. A round holds one step of every arm, in
 random order; steps and waits are medians over the rounds, and ratios are medians of the ratios within a round. `chunkflow`

@@ -93,7 +93,7 @@ class Timings:
         if (rate := self.copy_rate) is not None:
             said = chunk_bytes / (chunk_bytes / hardware.copy_rate + hardware.chunk_s)
             off = rate / said if hardware.shared_link else 1.0
-            seen |= {"h2d_bandwidth": rate, "eta_pref": 1.0, "chunk_s": 0.0}
+            seen |= {"h2d_bandwidth": rate, "eta_pref": 1.0, "chunk_s": 0.0, "host_bandwidth": 0.0}
             seen |= {n: off * getattr(hardware, n) for n in ("collective_bandwidth", "node_bandwidth")}
         return replace(hardware, **seen)
 

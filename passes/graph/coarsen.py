@@ -51,14 +51,15 @@ def joined(problem: Problem, groups: Groups) -> Problem:
     collectives = tuple(
         replace(c, before=number.get(c.before, end), until=number.get(c.until, end)) for c in problem.collectives
     )
-    return Problem(regions=regions, collectives=collectives, weights=weights)
+    return replace(problem, regions=regions, collectives=collectives, weights=weights)
 
 
 def repeated(problem: Problem, count: int) -> Problem:
     """A problem ``count`` times in a row, each time with other weights, as blocks of one kind run."""
     size, turns = len(problem.regions), range(count)
     of = [{w.name: f"{w.name} ({turn})" for w in problem.weights} for turn in turns]
-    return Problem(
+    return replace(
+        problem,
         regions=tuple(
             replace(
                 r,

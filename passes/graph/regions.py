@@ -415,4 +415,6 @@ def problem_at(
         )
         for node, at in started
     ]
-    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights))
+    return Problem(
+        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
+    )

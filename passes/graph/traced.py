@@ -27,7 +27,8 @@ class Traced:
     a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py);
     ``unknown``: the bounds of those among them that no call gives.  ``large``: names and bytes of the weights that are
     offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will
-    fuse its ops.  ``repeats``: of a graph of one block of a model; None for any other.
+    fuse its ops.  ``repeats``: of a graph of one block of a model; None for any other.  ``together``: the ranks that run it
+    at the same time, see :class:`Problem`.
     """
 
     graph: GraphModule
@@ -39,3 +40,4 @@ class Traced:
     large: tuple[tuple[str, int], ...] = ()
     fused: bool = True
     repeats: Repeats | None = None
+    together: int = 1

@@ -49,11 +49,13 @@ class Simulator:
     """Plays schedules of one problem on one machine."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
-        """``timings``: measurements, in place of the profile's rates.
+        """``hardware``: as one of the ranks finds it that all copy at once, see :meth:`Hardware.shared_by`.
+        ``timings``: measurements, in place of the profile's rates.
 
         Raises ChunkflowError if they are of another problem.
         """
         self.problem = problem
+        hardware = hardware.shared_by(problem.ranks)
         self.hardware = hardware if timings is None else timings.machine(hardware, chunk_bytes)
         self.chunk_bytes = chunk_bytes
         self.strain = 1.0

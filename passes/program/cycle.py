@@ -118,8 +118,10 @@ def join(calls: Sequence[Call]) -> Problem:
     """The problem of several calls in their order.  A weight that several calls read is one weight."""
     regions, collectives = list[Region](), list[Collective]()
     weights: dict[str, Weight] = {}
+    ranks = 1
     for number, call in enumerate(calls):
         start, problem = len(regions), call.problem()
+        ranks = max(ranks, problem.ranks)
         for region in problem.regions:
             index = start + region.index
             regions.append(replace(region, index=index, name=f"region_{index}"))
@@ -133,7 +135,7 @@ def join(calls: Sequence[Call]) -> Problem:
                 weights[weight.name] = replace(weight, index=len(weights), uses=uses)
             else:
                 weights[weight.name] = replace(joined, uses=joined.uses + uses, keep=joined.keep or weight.keep)
-    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()))
+    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()), ranks=ranks)
 
 
 def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:

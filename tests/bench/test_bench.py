@@ -19,7 +19,7 @@ from torch import nn
 from chunkflow_compile import Arena, ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.host import EVERY, HostTime, host_time
-from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.job import Job, job_of
 from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
 from chunkflow_compile.bench.peers import (
@@ -32,7 +32,7 @@ from chunkflow_compile.bench.peers import (
     peer_calls,
 )
 from chunkflow_compile.bench.ranks import run_job
-from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.regimes import REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
@@ -163,7 +163,13 @@ def test_the_link_keeps_to_its_figures() -> None:
     assert 0 < found.alone <= 5e7 * (1 + 1e-9) and found.shared > 0
     assert "a link of 50.0 MB/s is emulated" in str(found)
     link = LinkEmulation(bandwidth=1e8, shared="port")
-    assert on_emulated_link(load_profile("cpu"), link, 2).copy_rate == 5e7
+    job = job_of(REGIMES["shared-port"], 1)
+    assert (
+        job.ranks == 4 and job.link is not None and job.link.shared and not job_of(REGIMES["contention"], 1).link.shared
+    )
+    shared = on_emulated_link(load_profile("cpu"), link, 2)
+    assert [shared.shared_by(ranks).copy_rate for ranks in (1, 2, 4)] == [1e8, 5e7, 2.5e7]
+    assert shared.collective_bandwidth == 5e7
     assert on_emulated_link(load_profile("cpu"), LinkEmulation(bandwidth=1e8), 2).copy_rate == 1e8
 
 

@@ -134,6 +134,8 @@ BEFORE_TRACING: list[tuple[list[str], str]] = [
     (["pipeline", "flux.1-dev", "--memory", "-5"], "--memory '-5' is not a size"),
     (["bench", "contention", "--picture", "x.foo"], "x.foo has an unknown file type"),
     (["calibrate", "--emulate", "5"], "--emulate '5' is 5 bytes/s"),
+    (["calibrate", "--device", "cpu", "--one-port", "port"], "--one-port is of an emulated link: give --emulate too"),
+    (["calibrate", "--device", "cpu", "--ranks", "17"], "--ranks must be from 1 to 16, one for each device, not 17"),
     (["doctor", "--ranks", "0"], "--ranks must be at least 1"),
 ]
 

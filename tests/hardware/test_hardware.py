@@ -47,6 +47,23 @@ def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
     assert (paper.h2d_bandwidth, paper.eta_pref) == (31.5e9, 0.89) and not paper.cards, "the link of the paper"
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "rate"),
+    [
+        ("a100-80gb-nvlink", 4, 27.4e9),
+        ("a100-80gb-nvlink", 8, 13.75e9),
+        ("h100-nvlink", 8, 54.8e9),
+        ("rtx-4090-pcie", 3, 27.4e9),
+        ("rtx-4090-pcie", 4, 22.5e9),
+        ("rtx-5090-pcie", 1, 54.8e9),
+        ("rtx-5090-pcie", 2, 27.5e9),
+        ("gh200", 4, 360e9),
+    ],
+)
+def test_what_ranks_of_a_built_in_machine_share(name: str, ranks: int, rate: float) -> None:
+    assert load_profile(name).shared_by(ranks).copy_rate == pytest.approx(rate, rel=1e-3)
+
+
 class Card(NamedTuple):
     """As ``torch.cuda.get_device_properties`` says."""
 
@@ -83,6 +100,7 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
     assert found.memory_bandwidth == (2e3 * card.memory_clock_rate * card.memory_bus_width / 8 or near.memory_bandwidth)
     assert card.name in found.name and like in found.sources["gemm_flops"] and found.shared_link
+    assert found.host_bandwidth == 0 and "not known" in found.sources["host_bandwidth"]
     assert "fair share" in found.sources["copy_slowdown"] and "fair share" in found.sources["collective_slowdown"]
     told = {"memory_bandwidth": card.memory_clock_rate, "cache_bytes": card.L2_cache_size}
     assert all((found.sources[figure] == near.sources[figure]) == (not value) for figure, value in told.items())
@@ -237,6 +255,22 @@ def measure_little(rank: int, *args: Any) -> None:
         calibrate._measure_rank(rank, *args)
 
 
+def copy_on_own_time(rank: int, *args: Any) -> None:
+    """The second rank at half the rate of the first."""
+    time = OwnTime()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stopwatch, "time", time)
+        patch.setattr(calibrate, "copier", lambda device, size, *_: time.taking(lambda: None, (1 + rank) * size))
+        calibrate._copy_together(rank, *args)
+
+
+def test_ranks_that_copy_at_once(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
+    monkeypatch.setattr(calibrate, "_copy_together", copy_on_own_time)
+    ((figure, rate, how),) = calibrate._together(torch.device("cpu"), None, 2)
+    assert figure == "host_bandwidth" and "2 ranks that copy at once" in how
+    assert rate == pytest.approx(2 * 0.5e9, rel=0.05), "twice that of the slower"
+
+
 def test_calibrate_measures_this_machine_and_measured_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forked: None
 ) -> None:
@@ -254,6 +288,7 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert profile.name == "hardware" and profile.shared_link is False
     assert profile.gemm_flops["float32"] == pytest.approx(2 * 1024**3 / 1e-3)
     assert profile.attention_flops["cpu"] == pytest.approx(4 * 8 * 1024**2 * 128 / 1e-3)
+    assert profile.host_bandwidth == 0 and "--ranks N" in profile.sources["host_bandwidth"]
     assert profile.h2d_bandwidth == rate and 2 * profile.collective_bandwidth == rate, "half of an exchange crosses"
     assert (profile.copy_slowdown, profile.collective_slowdown, profile.compute_slowdown) == (1, 1, 1)
     assert "measured on" in profile.sources["collective_bandwidth"]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from chunkflow_compile import Arena, programs
 from chunkflow_compile.bench.link import chain
+from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
@@ -45,6 +46,18 @@ def test_two_transfers_share_a_fair_link_and_follow_each_other_on_a_fifo() -> No
             found.add(lane, 1e6, 0.0)
         assert finish(found, 0) == pytest.approx(first, abs=0.01)
         assert finish(found, 1) == pytest.approx(second, abs=0.01)
+
+
+def test_ranks_behind_one_port_take_as_long_as_planned() -> None:
+    """Copies of four ranks, which begin at once; one that is alone has the whole port."""
+    emulation = LinkEmulation(bandwidth=1e7, quantum=10_000, shared="port")
+    machine = on_emulated_link(load_profile("cpu"), emulation, 4)
+    for ranks in (1, 4):
+        port = Wire(emulation, [_Lane() for _ in range(4 * len(LANES))])
+        for rank in range(ranks):
+            port.add(rank * len(LANES), 1e7, 0.0)
+        last = max(finish(port, rank * len(LANES)) for rank in range(ranks))
+        assert last == pytest.approx(1e7 / machine.shared_by(ranks).copy_rate, rel=1e-6)
 
 
 def test_a_later_transfer_gets_half_of_the_link_from_then_on() -> None:

@@ -30,13 +30,14 @@ def run(*command: str, code: int = 0, **env: str) -> subprocess.CompletedProcess
 
 
 def test_calibration(tmp_path: Path) -> None:
-    """On the stand-in's own clock, where a kernel takes 2 ms and streams share nothing."""
-    out = tmp_path / "card.json"
-    run(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out), STAND_IN_RATE="40e9")
+    """On the stand-in's own clock, where a kernel takes 2 ms and streams and devices share nothing."""
+    out, stand_in = tmp_path / "card.json", {"STAND_IN_RATE": "40e9", "STAND_IN_DEVICES": "2"}
+    run(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out), **stand_in)
     found, kernel_s, rate = Hardware.from_json(out.read_text()), 0.002, pytest.approx(40e9, rel=1e-3)
     assert found.kernel_s == kernel_s and "measured on NVIDIA H200" in found.sources["gemm_flops"]
     assert {*found.gemm_flops.values()} == {round(2 * 8192**3 / kernel_s)} and len(found.gemm_flops) == 3
     assert found.h2d_bandwidth == rate and found.collective_bandwidth == rate and found.chunk_s < 1e-7
+    assert found.host_bandwidth == pytest.approx(80e9, rel=1e-3)
     assert (found.copy_slowdown, found.collective_slowdown, found.compute_slowdown) == (1, 1, 1)
 
 

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from clocks import OwnClock
 from conftest import WITHIN
+from helpers import fake_ranks
 from test_killed_ranks import run_all
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.catalog.small import Size, small_model
+from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.weights import groups, node
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.groups import Group
@@ -223,6 +225,34 @@ def in_a_group_of(rank: int, folder: str) -> None:
 def test_a_group_with_a_backend_for_each_device(tmp_path: Path) -> None:
     """As ``init_process_group()`` without arguments makes it."""
     assert run_all(in_a_group_of, str(tmp_path)) == [0, 0]
+
+
+def test_the_ranks_that_run_a_model_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a plan all of its ranks, which are none here; by a launcher those of this machine; one process that stands for
+    several is one."""
+    assert groups.ranks_together() == 1
+    with fake_ranks():
+        assert groups.ranks_together() == 2
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        assert groups.ranks_together() == 2
+    assert groups.ranks_together() == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    join_loopback(4)
+    try:
+        assert groups.ranks_together() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def two_ranks_together(rank: int) -> None:
+    assert groups.ranks_together() == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")  # the other is on another machine
+        assert groups.ranks_together() == 1
+
+
+def test_real_ranks_run_a_model_together(on_ranks: Callable[..., None]) -> None:
+    on_ranks(two_ranks_together)
 
 
 @pytest.mark.parametrize("share", ["yes", 1, -100, [0, 1]])

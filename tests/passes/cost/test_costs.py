@@ -71,6 +71,9 @@ def test_a_profile_survives_json() -> None:
     [
         ({"h2d_bandwidth": -1.0}, r"h2d_bandwidth=-1.0 is outside"),
         ({"h2d_bandwidth": 31.5}, r"h2d_bandwidth=31.5 is outside .* units are bytes"),
+        ({"host_bandwidth": 441}, r"host_bandwidth=441 is outside .* units are bytes"),
+        ({"host_bandwidth": -1e9}, r"host_bandwidth=-1000000000.0 is outside"),
+        ({"host_bandwidth": "all"}, r"host_bandwidth must be a number"),
         ({"eta_gemm": 1.2}, r"eta_gemm=1.2 is outside"),
         ({"eta_pref": "fast"}, r"eta_pref must be a number"),
         ({"gemm_flops": {}}, r"gemm_flops must map dtypes to FLOP/s"),
@@ -83,6 +86,19 @@ def test_a_profile_survives_json() -> None:
 def test_an_absurd_figure_is_named(change: dict, sentence: str) -> None:
     with pytest.raises(ChunkflowError, match=sentence):
         replace(HARDWARE, **change)
+
+
+def test_ranks_of_a_machine_share_its_host_memory() -> None:
+    """9 GB/s alone."""
+    host = replace(HARDWARE, host_bandwidth=2e10)
+    assert Hardware.from_json(host.to_json()) == host and HARDWARE.shared_by(64) is HARDWARE
+    assert [host.shared_by(ranks).copy_rate for ranks in (1, 2, 4, 8)] == pytest.approx([9e9, 9e9, 5e9, 2.5e9])
+    assert host.shared_by(8).shared_by(8) == host.shared_by(8)
+    nodes = replace(host, node_ranks=4)
+    assert [nodes.shared_by(ranks).copy_rate for ranks in (2, 4, 8)] == pytest.approx([9e9, 5e9, 5e9])
+    assert replace(host, host_bandwidth=4e9).shared_by(1).copy_rate == 4e9, "also of a rank alone"
+    without = HARDWARE.to_json().replace(' "host_bandwidth": 0.0,\n', "")
+    assert "host_bandwidth" not in without and Hardware.from_json(without) == HARDWARE, "a profile of before"
 
 
 def test_a_profile_with_a_missing_or_unknown_field_is_refused() -> None:

@@ -24,6 +24,7 @@ from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, ma
 from chunkflow_compile.passes.placement import coarsest
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.program.cycle import Call, join
 
 WIDTH, LAYERS, BLOCKS = 64, 6, 4
 WEIGHT = 4 * WIDTH * WIDTH
@@ -92,9 +93,12 @@ def test_a_joined_problem_is_that_of_the_coarser_cut() -> None:
         source = trace(Blocks(exchanges=True), {"x": torch.randn(8, WIDTH)}, 0)
         fine = make_cut(source, 1)
     assert fine.problem.collectives
+    of_one = Call(fine, {w.name: w.name for w in fine.problem.weights}, {})
     for most, of_block in ((None, [2, 4]), (3 * WEIGHT, [2, 2, 2]), (WEIGHT, [1] * LAYERS)):
         groups = grouped(fine, most)
         coarse, problem = cut(source, fine.discovery, 1, groups=groups), joined(fine.problem, groups)
+        forms = fine.problem, coarse.problem, problem, problem.in_blocks, repeated(problem, 2), join([of_one])
+        assert {form.ranks for form in forms} == {2}
         assert problem.digest == coarse.problem.digest and problem.structure == coarse.problem.structure
         assert sum(r.cost.kernels for r in coarse.problem.regions) <= sum(r.cost.kernels for r in problem.regions)
         assert [len(r.weights) for r in coarse.problem.regions] == BLOCKS * of_block

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 from helpers import plan_of, ulysses_cut
-from problems import CHUNK, MACHINE, problem, weight
+from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.placement.curve import plans_along
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.schedule import schedule, transfers
 from chunkflow_compile.passes.placement.timeline import END_OF_CALL, Simulator, Timeline
@@ -15,6 +18,7 @@ from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import rewrite
+from chunkflow_compile.report.story import changes
 from chunkflow_compile.simulate.arms import play_program
 
 US = 1e-6
@@ -40,6 +44,40 @@ def test_a_copy_that_compute_does_not_hide_is_waited_for() -> None:
     played = play(found, {"w0": (0,) * 8})
     assert played.step_s == pytest.approx(13 * US)
     assert played.exposed_s == pytest.approx(3 * US) and played.slack["w0"] == pytest.approx(-3 * US)
+
+
+def test_four_ranks_behind_one_port_copy_at_a_quarter_of_its_rate() -> None:
+    alone = problem([5, 5], [weight(0, 8 * CHUNK, (1,))])
+    together, windows = replace(alone, ranks=4), {"w0": (0,) * 8}
+    assert together.digest == alone.digest, "plans fit both"
+    port = {"host_bandwidth": MACHINE.copy_rate}
+    copied = [play(found, windows, **more).copy_s for found in (alone, together) for more in ({}, port)]
+    assert copied == pytest.approx([8 * US, 8 * US, 8 * US, 32 * US])
+    assert play(together, windows, **port).exposed_s == pytest.approx((32 - 5) * US)
+    assert play(together, windows, node_ranks=2, **port).copy_s == pytest.approx(16 * US)
+    measured = Timings(
+        problem=together.digest, compute_s=(5 * US,) * 2, collective_s=(0.0,) * 2, copy_rate=2 * CHUNK * 1e6
+    )
+    machine = replace(MACHINE, **port)  # type: ignore[arg-type]
+    assert Simulator(together, machine, CHUNK, measured).copy_seconds("w0", 0, 8) == pytest.approx(4 * US), (
+        "as measured"
+    )
+
+
+def test_a_plan_knows_what_its_ranks_share() -> None:
+    """The same bytes as for one rank on a link of a quarter; a bound that does not bind changes nothing."""
+    found, goal = blocks_problem(4), {"chunk_bytes": CHUNK, "memory": 24 * CHUNK}
+    machine, together = replace(MACHINE, host_bandwidth=MACHINE.copy_rate), replace(found, ranks=4)
+    shared = place(together, machine, **goal)  # type: ignore[arg-type]
+    assert shared == place(found, replace(MACHINE, h2d_bandwidth=MACHINE.copy_rate / 4), **goal)  # type: ignore[arg-type]
+    wide = replace(MACHINE, host_bandwidth=4 * MACHINE.copy_rate)
+    assert place(together, wide, **goal) == place(found, MACHINE, **goal) != shared  # type: ignore[arg-type]
+    curve = [{*plans_along(p, m, CHUNK)} for p, m in ((together, machine), (together, wide), (found, MACHINE))]
+    assert curve[0] != curve[1] == curve[2]
+    for host, told in ((machine, True), (wide, False)):
+        settings = Settings(hardware=host, chunk_bytes=CHUNK)
+        said = [c.what for c in changes(together.weights[0], 4, settings, lambda _: shared)]
+        assert ("host memory twice as fast" in said) == told
 
 
 def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
