@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .plan import aligned
-
 # Bytes of a part, at most.  Parts of 1 to 2 MiB, of which each rank takes another first, keep ranks from pulling from the
 # same device at a time (DWDP: 1.08 times the rate of large parts).
 PART = 2 << 20
+# Parts begin and end at multiples of this many bytes: copies of an odd number of bytes are much slower, and kernels want 256.
+_ALIGNMENT = 256
 
 
 class Part(NamedTuple):
@@ -27,19 +27,23 @@ class Part(NamedTuple):
 
 
 def piece_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes of each rank's piece of a weight; a multiple of ALIGNMENT."""
+    """Bytes of each rank's piece of a weight; a multiple of 256."""
     stripes, rest = divmod(nbytes, ranks * PART)
-    return stripes * PART + aligned(-(-rest // ranks))
+    return stripes * PART + _aligned(-(-rest // ranks))
 
 
 def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[Part]:
     """What bytes ``[begin, end)`` of a weight consist of: in each stripe from rank ``first`` on, and round."""
     stripe = ranks * PART
     for start in range(begin // stripe * stripe, end, stripe):
-        length = min(PART, aligned(-(-(nbytes - start) // ranks)))
+        length = min(PART, _aligned(-(-(nbytes - start) // ranks)))
         for i in range(ranks):
             owner = (first + i) % ranks
             lowest = start + owner * length
             low, high = max(begin, lowest), min(end, lowest + length, nbytes)
             if low < high:
                 yield Part(owner, low, start // ranks + low - lowest, high - low)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

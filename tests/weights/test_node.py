@@ -178,8 +178,8 @@ def test_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     monkeypatch.setattr(node, "reopened", refused)
     assert ranks_meet(["", ""]) == [None, None], "ranks that no file reaches share nothing"
     assert said(caplog) == 2 * [
-        "each of ranks 0, 1 keeps weights of its own: A file of rank 0 cannot be opened in /proc by the other ranks of this "
-        "machine (Permission denied). Pass share=False."
+        "each of ranks 0, 1 keeps weights of its own: A file of a rank of this machine cannot be opened in /proc by the "
+        "others (rank 0: Permission denied). Pass share=False."
     ]
 
 
