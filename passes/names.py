@@ -23,8 +23,8 @@ Yield = Literal["auto", "soft", "hard"]
 # Whether weights are packed without loss (packing.py): "auto" packs those with which a step is predicted to be shorter.
 Pack = Literal[False, True, "auto"]
 
-# Whether weights lie in pieces on the devices of the ranks that share a machine (pieces.py), from which they are copied: "auto"
-# chooses those with which a step is predicted to be shorter.
+# Whether weights lie in pieces on the devices of the ranks, which pull them from each other (pieces.py): "auto" chooses those
+# with which a step is predicted to be shorter.
 Peers = Literal[False, True, "auto"]
 
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]

@@ -54,8 +54,8 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to lie
-        in pieces on the ranks' devices, and none can."""
+        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, and none
+        can be."""
         cut = choose_cut(self.traced, self.settings)
         if self.settings.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
@@ -71,7 +71,11 @@ class Target:
     @cached_property
     def raw(self) -> Problem:
         """With no weight packed, and none in pieces."""
-        return self._of(on_peers(packed(self.cut, ()), (), 0)) if self.settings.pack or self.settings.peers else self.problem
+        return (
+            self._of(on_peers(packed(self.cut, ()), (), 0))
+            if self.settings.pack or self.settings.peers
+            else self.problem
+        )
 
     def _of(self, cut: Cut) -> Problem:
         problem = cut.problem
@@ -171,8 +175,6 @@ def _peers(hardware: Hardware, arguments: argparse.Namespace) -> Peers:
     Where there is a choice and they cannot, prints a note on stderr.
     """
     peers = PEERS[arguments.peers]
-    if peers == "auto" and arguments.memory is None:
-        raise ChunkflowError("--peers auto chooses for a budget: give --memory, or --peers for all weights.")
     if not peers or not (why := hardware.why_no_peers(arguments.ulysses)):
         return peers
     if peers is True:
