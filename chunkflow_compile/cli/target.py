@@ -54,8 +54,10 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, and none
-        can be."""
+        """Takes a second for 10,000 nodes, more if weights are chosen.
+
+        Raises ChunkflowError if weights are to be packed, and none can be.
+        """
         cut = choose_cut(self.traced, self.settings)
         if self.settings.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
