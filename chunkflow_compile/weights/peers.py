@@ -91,7 +91,7 @@ class Peers:
                 min(everywhere),
             )
         for buffer, pieces in zip(buffers, dealt, strict=True):
-            buffer.pieces = None if buffer.name in everywhere else pieces
+            buffer.pieces, buffer.dealt = None if buffer.name in everywhere else pieces, True
 
     def _check_same(self, buffers: Sequence[HostBuffer]) -> None:
         """Raise ChunkflowError, on all ranks, if they deal out other weights."""
