@@ -105,8 +105,8 @@ def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_parts: None)
 def test_ranks_that_name_other_weights() -> None:
     for error in dealt(2, lambda rank: weights(0)[: 5 - rank]):
         assert isinstance(error, ChunkflowError) and str(error) == (
-            "Rank 1 puts 4 weights, from w0 on, on the devices of the peers, and rank 0 puts 5, from w0 on. Give all ranks the "
-            "same model, options and version of ChunkFlow."
+            "Rank 1 puts 4 weights, from w0 on, on the devices of the peers, and rank 0 puts 5, from w0 on. Give all "
+            "ranks the same model, options and version of ChunkFlow."
         )
 
 
