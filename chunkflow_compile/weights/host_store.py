@@ -161,9 +161,6 @@ class HostStore:
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         self._pending.clear()
-        if self.peers is not None:
-            self.peers.close()
-            self.peers = None
         buffers = self._kept()
         held = () if self.root is None else leaves_of(self.root)
         weights = dict[HostBuffer, HostWeight]()
@@ -188,6 +185,9 @@ class HostStore:
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
 
     def mark_exported_dirty(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
