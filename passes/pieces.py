@@ -45,5 +45,13 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
                 yield Part(owner, low, start // ranks + low - lowest, high - low)
 
 
+def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
+    """How many of bytes ``[begin, end)`` a rank pulls from the others: the rank that has the fewest of them itself."""
+    own = [0] * ranks
+    for part in parts(begin, end, nbytes, ranks):
+        own[part.owner] += part.nbytes
+    return end - begin - min(own)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

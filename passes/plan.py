@@ -11,13 +11,16 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from .errors import ChunkflowError
+from .pieces import from_others, piece_bytes
 from .problem import Problem
 
 SCHEMA = 3
 # Kernels assume that inputs are aligned to 16 bytes; the CUDA allocator aligns every tensor to 256.
 ALIGNMENT = 256
 
-HomeName = Literal["host", "device"]
+# Where the bytes of a weight come from: from memory of the host, from the pieces of it on the devices of several ranks; or it
+# stays on the device.
+HomeName = Literal["host", "peers", "device"]
 # The window that starts each chunk of a weight, None for a resident chunk.
 Windows = tuple["int | None", ...]
 
@@ -52,12 +55,13 @@ def runs(windows: Windows) -> Iterator[ChunkRun]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """The placement of one weight.  ``home="host"``: it streams through a slot at ``offset`` bytes into the arena.
+    """The placement of one weight.  Unless ``home`` is "device", it streams through a slot at ``offset`` bytes into the arena.
 
     ``windows``: the window that starts each chunk, None for a resident chunk.  A window is in the step of the readers
     if ``window <= first_use``, otherwise in the step before (wrap-around).  ``first_use`` and ``last_use``: indices of
     the first and last region that read it.  ``slack_s``: predicted seconds from the arrival of its last chunk to its
-    first reader; negative if the reader waits.  ``why``: the reason, as a sentence.
+    first reader; negative if the reader waits.  ``why``: the reason, as a sentence.  ``peers``: on the devices of how many
+    ranks its pieces lie, also if it has a copy of its own here; 0 if it lies in none.
     """
 
     name: str
@@ -69,6 +73,7 @@ class WeightPlan:
     first_use: int = -1
     last_use: int = -1
     slack_s: float | None = None
+    peers: int = 0
 
     def ahead(self, count: int) -> int:
         """How many windows before its first reader its earliest copy starts; ``count``: windows in a step."""
@@ -157,7 +162,7 @@ class Plan:
 
     @property
     def streamed(self) -> tuple[WeightPlan, ...]:
-        return tuple(w for w in self.weights if w.home == "host")
+        return tuple(w for w in self.weights if w.home != "device")
 
     @property
     def placement(self) -> object:
@@ -167,13 +172,28 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Weight bytes on the device: the arena, and the weights that live outside it."""
-        return self.arena_bytes + sum(w.nbytes for w in self.weights if w.home == "device")
+        """Weight bytes on the device: the arena, the weights that live outside it, and this rank's pieces."""
+        return self.arena_bytes + sum(w.nbytes for w in self.weights if w.home == "device") + self.piece_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of them, those of this rank's pieces."""
+        return sum(piece_bytes(w.nbytes, w.peers) for w in self.weights if w.peers)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied to the device in one step."""
+        """Bytes copied into slots in one step."""
         return sum(map(self.streamed_bytes, self.streamed))
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Of them, those that come from the devices of other ranks."""
+        return sum(
+            from_others(*self.span(w, r.first, r.end), w.nbytes, w.peers)
+            for w in self.streamed
+            for r in runs(w.windows)
+            if w.home == "peers" and r.window is not None
+        )
 
     def streamed_bytes(self, weight: WeightPlan) -> int:
         """Bytes of a weight that are copied in one step."""
@@ -229,10 +249,13 @@ class Plan:
 
     @property
     def _body(self) -> dict[str, Any]:
-        """What is stored.  A plan without joins has the bytes and the digest that it had before there were any."""
+        """What is stored.  A plan without joins or peers has the bytes and the digest that it had before there were any."""
         body = {"schema": SCHEMA, **asdict(self)}
         if not self.joins:
             del body["joins"]
+        for weight in body["weights"]:
+            if not weight["peers"]:
+                del weight["peers"]
         return body
 
     @staticmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .hardware import Hardware
+from .pieces import piece_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Parameter:
     for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
     ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``drive``: whether its bytes are on
     the drive.  ``packed``: whether they are packed (packing.py); ``packable``: whether they can be, as far as is known.
+    ``peers``: on the devices of how many ranks its pieces lie (pieces.py), 0 if it lies in none.
     """
 
     index: int
@@ -27,6 +29,7 @@ class Parameter:
     drive: bool = False
     packed: bool = False
     packable: bool = True
+    peers: int = 0
 
     @property
     def key(self) -> tuple[int, str]:
@@ -40,7 +43,8 @@ class Parameter:
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """A parameter as the step sees it.  ``nbytes``: what is stored and copied.  ``uses``: indices of the regions that read
-    it, ascending.  ``drive``: whether its bytes are on the drive.  ``packed``: bytes of its values if they are packed."""
+    it, ascending.  ``drive``: whether its bytes are on the drive.  ``packed``: bytes of its values if they are packed.
+    ``peers``: on the devices of how many ranks its pieces lie, from which it is copied then; 0 if it lies in none."""
 
     name: str
     names: tuple[str, ...]
@@ -53,6 +57,7 @@ class Weight:
     keep: str | None
     drive: bool = False
     packed: int = 0
+    peers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +154,11 @@ class Problem:
         return max((w.packed for w in self.weights), default=0)
 
     @property
+    def piece_bytes(self) -> int:
+        """Bytes of this rank's pieces of weights, which its device holds whatever the plan does."""
+        return sum(piece_bytes(w.nbytes, w.peers) for w in self.weights if w.peers)
+
+    @property
     def in_blocks(self) -> Problem:
         """The part inside blocks, which is what runs if each block is compiled on its own (compile_repeated_blocks)."""
         inside = [r.index for r in self.regions if r.block]
@@ -171,7 +181,7 @@ class Problem:
         """
         regions = tuple((r.block, frozenset(r.weights)) for r in self.regions)
         collectives = tuple((c.kind, c.before, c.until, c.engine) for c in self.collectives)
-        weights = frozenset((w.name, w.nbytes, w.uses, w.keep is None, w.drive) for w in self.weights)
+        weights = frozenset((w.name, w.nbytes, w.uses, w.keep is None, w.drive, w.peers) for w in self.weights)
         return regions, collectives, weights
 
     @property
@@ -193,4 +203,6 @@ class Problem:
             body["drive"] = drive
         if packed := sorted(w.name for w in self.weights if w.packed):
             body["packed"] = packed
+        if peers := sorted((w.name, w.peers) for w in self.weights if w.peers):
+            body["peers"] = peers
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]
