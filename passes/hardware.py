@@ -101,6 +101,15 @@ class Hardware:
     """Seconds that a collective between nodes takes beside collective_latency_s."""
     drive_bandwidth: float = 2e9
     """Bytes/s that this rank reads from the drive, for weights beyond host_memory; 2 GB/s is a common NVMe drive."""
+    peer_bandwidth: float = 0.0
+    """Bytes/s that a rank pulls from the devices of all other ranks of its machine together, over the link of collectives,
+    while all do; 0 if it cannot read them, or no faster than host memory."""
+    pull_slowdown: float = 2.0
+    """Factor, at least 1, by which a collective in flight stretches a pull."""
+    collective_pull_slowdown: float = 2.0
+    """Factor, at least 1, by which a pull in flight stretches a collective."""
+    compute_pull_slowdown: float = 1.0
+    """Factor, at least 1, by which pulls, of this rank and from it, stretch compute and the latency of collectives."""
     host_bandwidth: float = 0.0
     """Bytes/s that all ranks of a machine together read from its memory, 0 if no bound is known.  See :meth:`shared_by`."""
     cards: tuple[str, ...] = ()
@@ -121,8 +130,9 @@ class Hardware:
             )
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
-        if self.host_bandwidth != 0:  # a rate like any other, or none
-            _check_number("host_bandwidth", self.host_bandwidth, *_RANGES["h2d_bandwidth"])
+        for name in ("host_bandwidth", "peer_bandwidth"):
+            if getattr(self, name) != 0:  # a rate like any other, or none
+                _check_number(name, getattr(self, name), *_RANGES["h2d_bandwidth"])
         for name, kind, example in (("gemm_flops", "dtypes", "bfloat16"), ("attention_flops", "kernels", "fa2")):
             rates = getattr(self, name)
             if not isinstance(rates, Mapping) or (name == "gemm_flops" and not rates):
@@ -195,6 +205,30 @@ class Hardware:
         """Bytes/s of a long copy alone on the link, while no other rank copies."""
         return self.eta_pref * self.h2d_bandwidth
 
+    def pull_seconds(self, nbytes: int, from_others: int, pulls: int) -> float:
+        """Seconds for which ``nbytes`` come from the devices of several ranks with nothing else on their links, in so many
+        pulls.  The bytes that this rank has itself are read and written once."""
+        own = 2 * (nbytes - from_others) / self.memory_rate
+        return from_others / self.peer_bandwidth + own + pulls * self.chunk_s
+
+    def why_no_peers(self, ranks: int) -> str:
+        """Why none of so many ranks can have weights on the devices of the others, as a sentence; empty if they can."""
+        if ranks < 2:
+            return "there is one rank only, so there are no other devices: it takes a Ulysses degree of 2 or more."
+        if not self.peer_bandwidth:
+            return (
+                f"{self.name} has no peer_bandwidth: its cards cannot read each other's memory, or no faster than that of "
+                "the host."
+            )
+        if 0 < self.node_ranks < ranks:
+            return f"the {ranks} ranks are on several machines, {self.node_ranks} on each, and pulls stay inside a machine."
+        if self.peer_bandwidth <= (rate := self.shared_by(ranks).copy_rate):
+            return (
+                f"on {self.name} a rank pulls {self.peer_bandwidth / 1e9:.4g} GB/s from the others, and copies "
+                f"{rate / 1e9:.4g} GB/s from host memory."
+            )
+        return ""
+
     def shared_by(self, ranks: int) -> Hardware:
         """This machine as a rank sees it while so many copy at once: copies take the less of its own rate and its part.
 
@@ -261,6 +295,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "copy_slowdown": (1, 100),
     "collective_slowdown": (1, 100),
     "compute_slowdown": (1, 100),
+    "pull_slowdown": (1, 100),
+    "collective_pull_slowdown": (1, 100),
+    "compute_pull_slowdown": (1, 100),
     "drive_bandwidth": RATES,
     "node_ranks": (0, 1024),
     "node_bandwidth": (1e5, 1e13),

@@ -12,7 +12,10 @@ EXCHANGE_S = 1e-3
 
 
 def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
-    """``hardware`` with an emulated link, shared by copies and collectives, and by all ``ranks`` if ``link.shared``."""
+    """``hardware`` with an emulated link, shared by copies and collectives, and by all ``ranks`` if ``link.shared``.
+
+    If ``link.peers``, collectives have another one, with the pulls from other ranks.
+    """
     rate = link.bandwidth / (ranks if link.shared else 1)
     together = link.bandwidth if link.shared else 0.0
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
@@ -21,11 +24,15 @@ def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Har
         "host_bandwidth": together,
         "eta_pref": 1.0,
         "chunk_s": 0.0,
-        "collective_bandwidth": rate,
+        "collective_bandwidth": link.peers or rate,
         "collective_latency_s": EXCHANGE_S + link.latency_s,
-        "shared_link": True,
-        "copy_slowdown": 2.0,
-        "collective_slowdown": 2.0,
+        "shared_link": not link.peers,
+        "copy_slowdown": 1.0 if link.peers else 2.0,
+        "collective_slowdown": 1.0 if link.peers else 2.0,
+        "peer_bandwidth": link.peers,
+        "pull_slowdown": 2.0,
+        "collective_pull_slowdown": 2.0,
+        "compute_pull_slowdown": hardware.compute_slowdown,
     }
     return replace(
         hardware,

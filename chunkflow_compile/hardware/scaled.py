@@ -62,6 +62,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         "shared_link": "assumption: PCIe carries copies and collectives alike",
         "copy_slowdown": "assumption: a fair share",
         "collective_slowdown": "assumption: a fair share",
+        "peer_bandwidth": "0: a link between cards is not known",
         "host_bandwidth": "not known: chunkflow calibrate measures it on all cards of the machine at once",
     }
     if memory:
@@ -80,6 +81,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         shared_link=True,
         copy_slowdown=2.0,
         collective_slowdown=2.0,
+        peer_bandwidth=0.0,
         host_bandwidth=0.0,
         sources=sources,
     )

@@ -47,7 +47,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
             yield Point(builder.slots(candidate, quick=True), candidate.step_s, resident)
         if both[-1].step_s <= resident * (1 + ROUNDING):
             break
-    yield Point(problem.total_bytes + outside, resident, resident)
+    yield Point(problem.total_bytes + problem.piece_bytes + outside, resident, resident)
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:

@@ -59,7 +59,7 @@ def place(
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``, and
-    so does the largest weight that a region unpacks.
+    so do the largest weight that a region unpacks, and this rank's pieces of weights.
     ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
     Raises ChunkflowError for a goal that check_goal refuses, if ``memory`` is below the least that the program needs, or if
     the timings are of another problem.
@@ -171,8 +171,12 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
         if floor == planner.kept_bytes:
             finer = "stream smaller weights with a smaller min_bytes"
         values = " and the values that a region unpacks," if planner.problem.unpacked_bytes else ""
+        pieces = planner.problem.piece_bytes
+        kept = f"{size(planner.kept_bytes - pieces)} of them for"
+        if pieces:
+            kept = f"{size(pieces)} of them for this rank's pieces of weights, {size(planner.kept_bytes - pieces)} for"
         raise ChunkflowError(
-            f"memory={size(memory)} is too little: the program needs {size(floor)}, {size(planner.kept_bytes)} of them for "
+            f"memory={size(memory)} is too little: the program needs {size(floor)}, {kept} "
             f"small and tied weights, which stay on the device,{values} and the rest for the streamed weights that one "
             f"region reads. Give memory={enough(floor)!r} or more, or {finer}."
         )
@@ -241,7 +245,7 @@ class Builder:
             weights.append(
                 WeightPlan(
                     name=weight.name,
-                    home="host" if weight.name in at else "device",
+                    home="device" if weight.name not in at else "peers" if weight.peers else "host",
                     nbytes=weight.nbytes,
                     why=why,
                     offset=at.get(weight.name),
@@ -249,6 +253,7 @@ class Builder:
                     first_use=weight.uses[0] if weight.uses else -1,
                     last_use=weight.uses[-1] if weight.uses else -1,
                     slack_s=None if slack is None or not mine else round(slack, 9),
+                    peers=weight.peers,
                 )
             )
         plan = Plan(
@@ -270,8 +275,9 @@ class Builder:
         return [w for w, chunks in placed if chunks and (self.inside or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
-        """Bytes of the weights without a slot, and of those that the program does not read."""
-        return self.planner.outside + self.problem.total_bytes - sum(w.nbytes for w in streamed)
+        """Bytes of the weights without a slot, of those that the program does not read, and of this rank's pieces."""
+        problem = self.problem
+        return self.planner.outside + problem.piece_bytes + problem.total_bytes - sum(w.nbytes for w in streamed)
 
     def _arena(
         self,

@@ -2,18 +2,21 @@
 
     resource      occupied by                          how uses meet
     SMs           regions; the latency of a            regions one after the other; a copy in flight stretches regions
-                  collective, in which ranks meet      and latencies by ``compute_slowdown``
+                  collective, in which ranks meet      and latencies by ``compute_slowdown``, a pull by
+                                                       ``compute_pull_slowdown``
     collectives   collectives                          one at a time, in the order of their start
     link          copies; the bytes of a collective    at once: a collective stretches a copy by ``copy_slowdown``, a copy
                                                        a collective by ``collective_slowdown``; 2 for both is a fair share
                                                        of a link that either fills alone, 1 for both a link for each
-    copy engine   copies; the bytes of a collective    one at a time: copies in the order of issue; a collective waits for
-                  by such an engine; a user's copies   the copy under way, and goes before the next
+    peers' link   pulls; the bytes of a collective     the same, by ``pull_slowdown`` and ``collective_pull_slowdown``
+    copy engine   copies and pulls; the bytes of a     one at a time: copies and pulls in the order of issue; a collective
+                  collective by such an engine; a      waits for the one under way, and goes before the next
+                  user's copies
     drive         reads                                one at a time, in the order of their copies
     ring          a read, until its copy has ended     as many as have room, at least one; a copy waits for its read
 
 A user's own copies to the device queue with ours (docs/benchmarks/h200.md).  No profile says when they come, so the
-timeline plays none.
+timeline plays none.  A copy is from host memory, a pull from the devices of the other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from chunkflow_compile.passes.ring import ring_bytes, room
 IDLE = float("inf")
 
 # What occupies a resource.  A collective is a latency, then an exchange of bytes.
-Use = Literal["region", "latency", "exchange", "copy"]
+Use = Literal["region", "latency", "exchange", "copy", "pull"]
+Moves = Literal["copy", "pull"]
 Phase = Literal["latency", "exchange"]
 Op = TypeVar("Op")
 
@@ -43,19 +47,24 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
         ("latency", "copy"): hardware.compute_slowdown,
         ("exchange", "copy"): hardware.collective_slowdown,
         ("copy", "exchange"): hardware.copy_slowdown,
+        ("region", "pull"): hardware.compute_pull_slowdown,
+        ("latency", "pull"): hardware.compute_pull_slowdown,
+        ("exchange", "pull"): hardware.collective_pull_slowdown,
+        ("pull", "exchange"): hardware.pull_slowdown,
     }
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What a prefetch occupies: the drive for ``read_s`` seconds, None if the weight is in host memory; then the copy engine
-    and the link for ``copy_s``."""
+    """What a prefetch occupies: the drive for ``read_s`` seconds, None if its bytes are not there; then the copy engine and the
+    link of its ``use`` for ``copy_s``."""
 
     op: Prefetch
     name: str
     nbytes: int
     copy_s: float
     read_s: float | None
+    use: Moves = "copy"
 
 
 class Queue(Generic[Op]):

@@ -80,7 +80,7 @@ class Planner:
         self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
         self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
         streamed = {w.name for w in self.weights}
-        self.kept_bytes = outside + sum(w.nbytes for w in problem.weights if w.name not in streamed)
+        self.kept_bytes = outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
         self.link: Link = link_of(self.resident, simulator, joins)
         longest = max((c.seconds for c in self.chunks), default=0.0)
@@ -252,7 +252,8 @@ class Planner:
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
     def _contended(self, candidate: Candidate) -> bool:
-        return self.yields == "auto" and bool(self.simulator.taking_the_link) and candidate.timeline.inflation_s > 0
+        taking = self.simulator.taking_the_link("pull" if self.simulator.peers else "copy")
+        return self.yields == "auto" and bool(taking) and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.pieces import from_others, parts
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 
-from .resources import IDLE, Drive, Phase, Queue, Transfer, stretches
+from .resources import IDLE, Drive, Moves, Phase, Queue, Transfer, stretches
 from .schedule import Await, Collect, Compute, Join, ScheduleItem, Wait, schedule, transfers_of
 
 # A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
@@ -52,7 +54,8 @@ class Simulator:
         """``hardware``: as one of the ranks finds it that all copy at once, see :meth:`Hardware.shared_by`.
         ``timings``: measurements, in place of the profile's rates.
 
-        Raises ChunkflowError if they are of another problem.
+        Raises ChunkflowError if they are of another problem, or if weights lie in pieces on the devices of ranks that cannot
+        pull from each other there.
         """
         self.problem = problem
         hardware = hardware.shared_by(problem.ranks)
@@ -71,13 +74,22 @@ class Simulator:
         self.by_engine = [c.engine == "copy" for c in problem.collectives]
         self.link_s = [min(s, link) for s, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
-        self.drive = {w.name for w in problem.weights if w.drive}
+        self.peers = {w.name: w.peers for w in problem.weights if w.peers}
+        for ranks in sorted(set(self.peers.values())):
+            if why := hardware.why_no_peers(ranks):
+                raise ChunkflowError(f"Weights lie in pieces on the devices of {ranks} ranks, but {why}")
+        self.drive = {w.name for w in problem.weights if w.drive} - set(self.peers)
+        self._pulls: dict[tuple[str, int, int], float] = {}
 
-    @property
-    def taking_the_link(self) -> frozenset[str]:
-        """The collectives that slow or hold copies in flight: on a shared link all, else those on copy engines."""
-        shared = self.hardware.shared_link
+    def taking_the_link(self, use: Moves = "copy") -> frozenset[str]:
+        """The collectives that slow or hold copies, or pulls, in flight: on a link that both share all, else those on copy
+        engines."""
+        shared = self.hardware.shared_link or use == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
+
+    def use(self, weight: str) -> Moves:
+        """What a prefetch of the weight is."""
+        return "pull" if weight in self.peers else "copy"
 
     def with_slower_copies(self, factor: float) -> Simulator:
         """The same simulator with copies that take ``factor`` times as long."""
@@ -91,11 +103,22 @@ class Simulator:
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
         """Seconds that chunks ``[first, end)`` of a weight take with nothing else on the link."""
+        if weight in self.peers:
+            return self.strain * self._pull_seconds(weight, first, end)
         seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
         return self.strain * seconds
 
+    def _pull_seconds(self, weight: str, first: int, end: int) -> float:
+        if (key := (weight, first, end)) not in self._pulls:
+            size, ranks = self.sizes[weight], self.peers[weight]
+            begin, stop = first * self.chunk_bytes, min(end * self.chunk_bytes, size)
+            pulls = sum(1 for _ in parts(begin, stop, size, ranks))
+            others = from_others(begin, stop, size, ranks)
+            self._pulls[key] = self.hardware.pull_seconds(stop - begin, others, pulls)
+        return self._pulls[key]
+
     def read_seconds(self, weight: str, first: int, end: int) -> float:
-        """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if it is in host memory."""
+        """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if they are not there."""
         return self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if weight in self.drive else 0.0
 
     def transfer(self, op: Prefetch) -> Transfer:
@@ -103,7 +126,7 @@ class Simulator:
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
         read_s = self.read_seconds(op.weight, op.first, op.end) if op.weight in self.drive else None
-        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s)
+        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s, self.use(op.weight))
 
     def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
@@ -123,6 +146,7 @@ class _Run:
         self.items = [simulator.transfer(item) if isinstance(item, Prefetch) else item for item in items]
         transfers = [item for item in self.items if isinstance(item, Transfer)]
         self.copies: Queue[Transfer] = Queue()
+        self.moving: Moves | None = None  # whether a copy or a pull is in flight
         self.collectives: Queue[int] = Queue()
         self.phase: Phase = "latency"  # of the first collective
         self.drive = Drive([t for t in transfers if t.read_s is not None])
@@ -150,7 +174,7 @@ class _Run:
             for item in self.items:
                 self._run(item)
             # A copy that ends with the step belongs to it, despite rounding errors.
-            if self.copying and self.copies.left <= _SETTLED * self.copies.ops[0].copy_s:
+            if self.moving and self.copies.left <= _SETTLED * self.copies.ops[0].copy_s:
                 self._end_copy()
             length = self.now - begin
             # Compare more than the length: if collectives determine it, it settles while copies still catch up.
@@ -209,7 +233,7 @@ class _Run:
 
     def _compute(self, region: int) -> None:
         start = self.now
-        stretched = self.stretch["region", "copy"] if self.copying else 1
+        stretched = self.stretch["region", self.moving] if self.moving else 1
         self.region_end = start + self.simulator.compute_s[region] * stretched
         while self.now < self.region_end:
             self._advance()
@@ -226,16 +250,16 @@ class _Run:
     def _advance(self) -> None:
         """Advance to the next end: of the region under way, or of what is first in a queue."""
         copies, collectives, drive = self.copies, self.collectives, self.drive
-        copying = copies.left != IDLE
+        moving = self.moving
         slower_copy = slower_collective = 1.0
-        if copying and collectives.left != IDLE:
-            slower_copy = self.stretch.get(("copy", self.phase), 1.0)
-            slower_collective = self.stretch[self.phase, "copy"]
+        if moving and collectives.left != IDLE:
+            slower_copy = self.stretch.get((moving, self.phase), 1.0)
+            slower_collective = self.stretch[self.phase, moving]
         copy_s, collective_s = copies.left * slower_copy, collectives.left * slower_collective
         region_s, read_s = self.region_end - self.now, drive.left
         delta = min(copy_s, collective_s, region_s, read_s)
         self.now = self.region_end if delta == region_s else self.now + delta
-        if copying:
+        if moving:
             self.step.copy_s += delta
         copies.left -= delta / slower_copy
         collectives.left -= delta / slower_collective
@@ -246,13 +270,10 @@ class _Run:
             self._end_read()
         if collective_s == delta:
             self._end_phase()
-        if (copies.left != IDLE) != copying:  # the rest of the region runs at another rate
-            stretched, left = self.stretch["region", "copy"], self.region_end - self.now
-            self.region_end = self.now + (left / stretched if copying else left * stretched)
-
-    @property
-    def copying(self) -> bool:
-        return self.copies.left != IDLE
+        if self.moving != moving:  # the rest of the region runs at another rate
+            left = self.region_end - self.now
+            left = left / self.stretch["region", moving] if moving else left
+            self.region_end = self.now + (left * self.stretch["region", self.moving] if self.moving else left)
 
     @property
     def _wants_engine(self) -> bool:
@@ -263,17 +284,17 @@ class _Run:
 
     def _start_copy(self) -> None:
         """Start the first copy, if it waits, its bytes are read and the engine is free."""
-        if self.copying or not self.copies.ops:
+        if self.moving or not self.copies.ops:
             return
         transfer = self.copies.ops[0]
         if self._wants_engine or (transfer.read_s is not None and not self.drive.ready):
             return
-        self.copies.start, self.copies.left = self.now, transfer.copy_s
+        self.copies.start, self.copies.left, self.moving = self.now, transfer.copy_s, transfer.use
         self.live += transfer.nbytes
         self.step.peak_bytes = max(self.step.peak_bytes, self.live)
 
     def _end_copy(self) -> None:
-        transfer = self.copies.end()
+        transfer, self.moving = self.copies.end(), None
         self.arrival[transfer.op.weight] = self.now
         self._record("copy", transfer.name, self.copies.start)
         if transfer.read_s is not None:
@@ -300,7 +321,7 @@ class _Run:
     def _start_exchange(self) -> None:
         """The latency is over: the bytes of the first collective cross the link, once they have what they occupy."""
         self.phase = "exchange"
-        waits = self._wants_engine and self.copying
+        waits = self._wants_engine and self.moving is not None
         self.collectives.left = IDLE if waits else self.simulator.link_s[self.collectives.ops[0]]
 
     def _end_phase(self) -> None:

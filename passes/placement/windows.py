@@ -32,7 +32,8 @@ _STRETCHES = 24
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a weight.  ``seconds``: copy time alone on the link.  ``first``, ``last``: regions that read it."""
+    """A chunk of a weight.  ``seconds``: copy time alone on the link.  ``first``, ``last``: regions that read it.  ``pulled``:
+    whether it comes from the devices of other ranks."""
 
     weight: str
     index: int
@@ -40,6 +41,7 @@ class Chunk:
     seconds: float
     first: int
     last: int
+    pulled: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ class Link:
 def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = ()) -> Link:
     """The free time of the link in the resident step.  ``joins``: as in a Plan.
 
+    Copies and pulls are one queue, so if there are pulls, the time of collectives is free for neither.
     A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not
     count as free, because it is shorter on a rank that reaches the collective late.
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
-    taking = simulator.taking_the_link
+    taking = simulator.taking_the_link("pull" if simulator.peers else "copy")
     for start, end in sorted((s.start, s.end) for s in resident.spans if s.lane == "collective" and s.name in taking):
         if start > begin:
             gaps.append((begin, start))
@@ -80,7 +83,8 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
     for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
             nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
-            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, weight.uses[0], weight.uses[-1]))
+            bounds, pulled = (weight.uses[0], weight.uses[-1]), simulator.use(weight.name) == "pull"
+            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, *bounds, pulled))
     return chunks
 
 
