@@ -1,7 +1,7 @@
 """Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
-regions     regions of pure compute between collectives            discover, cut, pack
+regions     regions of pure compute between collectives            discover, cut, peers, pack
 planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
@@ -18,10 +18,11 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
-from chunkflow_compile.passes.placement.pack_choice import chosen, planned_for
+from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_pack, to_peers
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
@@ -31,7 +32,7 @@ from chunkflow_compile.passes.program.verify import Proof, verify
 
 from .errors import ChunkflowError
 from .hardware import Hardware
-from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Pack, Policy, StageName, Yield
+from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, OnPeers, Pack, Policy, StageName, Yield
 from .plan import Plan
 from .problem import Problem
 
@@ -48,6 +49,8 @@ class Settings:
     that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
     ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
     predicted to be shorter within ``memory``.
+    ``peers``: the same for those that lie in pieces on the devices of ``ranks`` ranks, 0 if it is not known how many; with
+    "auto" none where the ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
@@ -65,6 +68,8 @@ class Settings:
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
     pack: Pack | frozenset[str] = False
+    peers: OnPeers | frozenset[str] = False
+    ranks: int = 0
     disabled: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -167,7 +172,8 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs.
 
-    Weights are packed as they say too.
+    Weights are packed, and lie in pieces on the devices of the ranks, as they say too.  Raises ChunkflowError if they must
+    lie there and cannot.
     """
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     memory = settings.memory if repeats is None else repeats.memory
@@ -180,7 +186,9 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
         ),
     )
     alone = settings.part and repeats is None  # a part that nothing here can judge
-    names = _packed_weights(finest, settings, None if alone or memory is None else planned)
+    judge = None if alone or memory is None else planned
+    finest = on_peers(finest, _peer_weights(finest, settings, judge), settings.ranks)
+    names = _packed_weights(finest, settings, judge)
     finest = packed(finest, names)
     if settings.group_bytes is not None or alone:
         return finest
@@ -188,7 +196,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     if len(groups) == len(finest.regions):
         return finest
     views = "views" not in settings.disabled
-    again = cut(traced, finest.discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+    again = cut(traced, (finest.raw or finest).discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
     return packed(again, names)
 
 
@@ -202,7 +210,25 @@ def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem]
         return planned_for(finest, settings.plan)
     if settings.pack is True:
         return packable(finest)
-    return frozenset() if planned is None or settings.timings is not None else chosen(finest, planned)
+    return frozenset() if planned is None or settings.timings is not None else to_pack(finest, planned)
+
+
+def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
+    """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
+    if not isinstance(settings.peers, str | bool):
+        return settings.peers & streamable(finest)
+    if not settings.peers:
+        return frozenset()
+    why = settings.hardware.why_no_peers(settings.ranks)
+    if why and settings.peers is True:
+        raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
+    if why:
+        return frozenset()
+    if settings.plan is not None:
+        return peers_of(finest, settings.plan)
+    if settings.peers is True:
+        return streamable(finest)
+    return frozenset() if planned is None or settings.timings is not None else to_peers(finest, planned, settings.ranks)
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:

@@ -9,12 +9,13 @@ from typing import get_args
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.hardware.profiles import profile_names
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Pack, Yield
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, OnPeers, Pack, Yield
 from chunkflow_compile.units import enough
 
 # The machines of plans if none is named: of one model, and of a whole pipeline on one card.
 MACHINE, CARD = "h100-pcie-x2", "rtx-4090-pcie"
 PACK: dict[str, Pack] = {"no": False, "yes": True, "auto": "auto"}
+PEERS: dict[str, OnPeers] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 SIZES = {
     "frames": "frames of video",
@@ -52,6 +53,11 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     yields = "how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)"
     add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
     add_pack(parser)
+    pieces = (
+        "weights in equal pieces on the devices of the P ranks, which pull them from each other: all, or those with which a "
+        "step within --memory is shorter (default no)"
+    )
+    add("--peers", nargs="?", choices=tuple(PEERS), const="yes", default="no", help=pieces)
     if or_blocks:
         regional = (
             "the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted"

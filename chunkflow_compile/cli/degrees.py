@@ -46,7 +46,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     degrees, work = list[Degree](), dict[int, int]()
     for degree in reversed(numbers):  # the highest is the one that may not divide the heads
         # fewer ranks than nodes, as that of degree 1, are one on each
-        given = argparse.Namespace(**{**vars(arguments), "ulysses": degree, "nodes": min(degree, arguments.nodes)})
+        nodes, peers = min(degree, arguments.nodes), arguments.peers if degree > 1 else "no"  # one rank has no peers
+        given = argparse.Namespace(**{**vars(arguments), "ulysses": degree, "nodes": nodes, "peers": peers})
         target, plan = load_and_plan(given, progress)
         assert plan.predicted is not None
         work[degree] = sum(region.cost.flops for region in target.problem.regions)

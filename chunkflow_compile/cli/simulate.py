@@ -9,7 +9,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.plan import Plan, Prediction
-from chunkflow_compile.report.plan_tables import packing_sentence
+from chunkflow_compile.report.plan_tables import packing_sentence, peers_sentence
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
 
 from .degrees import sweep
@@ -25,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
     if arguments.policy == "resident" and arguments.pack != "no":
         raise ChunkflowError("--pack with policy resident, which copies nothing: leave out one of the two.")
+    if arguments.policy == "resident" and arguments.peers != "no":
+        raise ChunkflowError("--peers with policy resident, which copies nothing: leave out one of the two.")
     progress = Progress(2)
     target = load_target(arguments, progress)
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
@@ -43,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         },
     )
     packed = f"; packed, but for policy resident: {packing}" if (packing := packing_sentence(target.problem)) else ""
-    say(arguments, f"{record.model}; {target.parallel}, {target.calls}{packed}\n")
+    pieces = f"; in pieces, but for policy resident: {peers}" if (peers := peers_sentence(target.problem)) else ""
+    say(arguments, f"{record.model}; {target.parallel}, {target.calls}{packed}{pieces}\n")
     say(arguments, table(record, _policy_columns(predicted, target.forwards)))
     write_json(arguments, record.body)
     return 0
@@ -54,7 +57,7 @@ def _total(plan: Plan) -> int:
 
 
 def _plan(target: Target, policy: Policy) -> Plan:
-    """The plan of a policy, for the goal of the command if it has one; where nothing is copied, no weight is packed."""
+    """The plan of a policy, for the goal of the command if it has one; where nothing is copied, no weight is packed or in pieces."""
     goal = target.settings
     return target.plan(
         problem=target.raw if policy == "resident" else target.problem,

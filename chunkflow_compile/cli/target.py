@@ -18,16 +18,18 @@ from chunkflow_compile.catalog.weightless import load_build, trace_without_weigh
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-from .arguments import MACHINE, PACK, add_model, sizes_given
+from .arguments import MACHINE, PACK, PEERS, add_model, sizes_given
 from .output import Progress, save_traceback
 
 
@@ -52,7 +54,8 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """Takes a second for 10,000 nodes.  Raises ChunkflowError if weights are to be packed, and none can be."""
+        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to lie
+        in pieces on the ranks' devices, and none can."""
         cut = choose_cut(self.traced, self.settings)
         if self.settings.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
@@ -67,8 +70,8 @@ class Target:
 
     @cached_property
     def raw(self) -> Problem:
-        """With no weight packed."""
-        return self._of(packed(self.cut, ())) if self.cut.packed else self.problem
+        """With no weight packed, and none in pieces."""
+        return self._of(on_peers(packed(self.cut, ()), (), 0)) if self.settings.pack or self.settings.peers else self.problem
 
     def _of(self, cut: Cut) -> Problem:
         problem = cut.problem
@@ -141,6 +144,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
             "--pack auto chooses for a budget: give --memory, or --pack for all weights that can be packed."
         )
     hardware = machine(settings.hardware, arguments)
+    peers = _peers(hardware, arguments)
     if arguments.drive is not None:
         hardware = replace(hardware, drive_bandwidth=parse_rate(arguments.drive, "drive"))
     host_memory = None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "host_memory")
@@ -153,12 +157,28 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
         traced=replace(traced, fused=arguments.lowering == "inductor"),
         degree=arguments.ulysses,
         forwards=forwards,
-        settings=replace(settings, hardware=hardware),
+        settings=replace(settings, hardware=hardware, peers=peers, ranks=arguments.ulysses),
         machine=shown(hardware, arguments),
         cfg_parallel=arguments.cfg_parallel,
         regional=arguments.regional,
         host_memory=host_memory,
     )
+
+
+def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
+    """Whether weights lie in pieces on the devices of the ranks.  Raises ChunkflowError if they must and cannot.
+
+    Where there is a choice and they cannot, prints a note on stderr.
+    """
+    peers = PEERS[arguments.peers]
+    if peers == "auto" and arguments.memory is None:
+        raise ChunkflowError("--peers auto chooses for a budget: give --memory, or --peers for all weights.")
+    if not peers or not (why := hardware.why_no_peers(arguments.ulysses)):
+        return peers
+    if peers is True:
+        raise ChunkflowError(f"--peers: {why} Leave it out.")
+    print(f"note: no weight is on the devices of other ranks: {why}", file=sys.stderr)
+    return False
 
 
 def _trace_own(arguments: argparse.Namespace, min_bytes: int, progress: Progress) -> tuple[str, int, Traced]:

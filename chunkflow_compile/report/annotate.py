@@ -144,7 +144,7 @@ class Annotator(FlopNotes):
         weight = self.weights.get(name)
         if weight is None:
             return Note(nbytes=self.sizes[name])
-        said = f"device: {weight.why}" if weight.home == "device" else f"host, {len(weight.windows)} chunks"
+        said = f"device: {weight.why}" if weight.home == "device" else f"{weight.home}, {len(weight.windows)} chunks"
         return Note(
             slot=weight.offset, nbytes=weight.nbytes, said=said if len(said) <= _SAID else f"{said[: _SAID - 4]} ..."
         )

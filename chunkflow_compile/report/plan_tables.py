@@ -33,6 +33,10 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
     ]
     if packed := packing_sentence(problem):
         rows.insert(-1, ("packed", packed))
+    if peers := peers_sentence(problem):
+        pulled = size(plan.pulled_bytes * forwards)
+        rows.insert(-1, ("on the ranks' devices", peers))
+        rows.insert(-1, ("pulled from other ranks", f"{pulled} a step"))
     drive = {w.name: w.nbytes for w in problem.weights if w.drive}
     if drive:
         read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
@@ -50,6 +54,18 @@ def packing_sentence(problem: Problem) -> str:
     return (
         f"{len(packed)} of {len(problem.weights)} weights, {size(before)} in {size(after)}, "
         f"{size(problem.unpacked_bytes)} of values at a time"
+    )
+
+
+def peers_sentence(problem: Problem) -> str:
+    """How many weights lie in pieces on the devices of the ranks, and their bytes; empty if none does."""
+    pieces = [w for w in problem.weights if w.peers]
+    if not pieces:
+        return ""
+    total = sum(w.nbytes for w in pieces)
+    return (
+        f"{len(pieces)} of {len(problem.weights)} weights, {size(total)} in pieces on {pieces[0].peers} devices, "
+        f"{size(problem.piece_bytes)} on each"
     )
 
 

@@ -13,7 +13,7 @@ from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Pack
-from chunkflow_compile.passes.placement.pack_choice import chosen
+from chunkflow_compile.passes.placement.choice import to_pack
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.units import enough, size
@@ -43,7 +43,7 @@ class Component:
         if self.cut is None or self.pack != "auto":
             return self.all_packed if self.pack else self.cut
         plan = partial(place, hardware=hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, memory=memory)
-        return packed(self.cut, chosen(self.cut, plan))
+        return packed(self.cut, to_pack(self.cut, plan))
 
 
 def generations(components: Sequence[Component], hardware: Hardware, memory: int) -> Mapping[str, Generation]:

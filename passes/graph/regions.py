@@ -393,6 +393,7 @@ def problem_at(
                 keep=discovered.keep,
                 drive=discovered.parameter.drive,
                 packed=raw if packed else 0,
+                peers=discovered.parameter.peers,
             )
         )
     before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()

@@ -18,7 +18,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
-from chunkflow_compile.passes.placement.pack_choice import chosen, planned_for
+from chunkflow_compile.passes.placement.choice import planned_for, to_pack
 
 BLOCKS, WIDTH = 8, 256
 STEP = 0.01
@@ -66,7 +66,7 @@ def test_as_many_as_make_the_step_shorter(traced: Traced, load: float, share: fl
     step = steps(cut, load)
     best = min(step["none"], step["all"])
     assert step["chosen"] < best if share == 0.5 else step["chosen"] == best
-    assert chosen(cut, partial(make_plan, settings=settings(cut, load))) == names, "the same again"
+    assert to_pack(cut, partial(make_plan, settings=settings(cut, load))) == names, "the same again"
 
 
 def test_what_settings_ask_for(traced: Traced) -> None:

@@ -1,0 +1,132 @@
+"""Choice: which weights are packed, and which lie in pieces on the devices of the ranks, by the predicted step.
+
+Contract
+    On entry: a Cut at its finest, and how its problems are planned within a byte budget.
+    On exit: all weights that can take the form, or a share of them, or none.  None unless the predicted step is less than
+    1 / ``AS_GOOD`` of that with none.
+
+Packing pays where the link is the bound: it has three quarters of the bytes to copy, and more of the weights fit the device.
+Where copies are hidden anyway, unpacking only takes time.  A share of the weights is best in between: by position in the
+block, so equal blocks stay equal.
+
+Pieces take memory of the device whatever the plan does, and are pulled faster than copies from host memory come, so the best
+share is about the one with which all other weights are resident.  It is spread over the order in which weights are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.peers import on_peers, streamable
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
+
+from .coarsest import AS_GOOD
+
+# Shares of the weights that are packed: half and a quarter gain up to 5 % of a step where the link is about to be hidden.
+_SHARES = (1.0, 0.5, 0.25)
+# The share that lies in pieces is found to one part in 2 to this power: 3 % of the weights.
+_HALVINGS = 5
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
+    """The names of the weights to pack.  Raises ChunkflowError if the budget of ``plan`` has room for none of the sets."""
+    tries = _Tries(cut, plan, packed)
+    if not tries.hidden:
+        for names in _positioned(cut):
+            tries.add(names)
+    return tries.best
+
+
+def to_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int) -> frozenset[str]:
+    """The names of the weights that are to lie in pieces on the devices of so many ranks.  Raises as :func:`to_pack`."""
+    tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks))
+    if tries.hidden:
+        return tries.best
+    able = streamable(cut)
+    weights = sorted((w for w in cut.problem.weights if w.name in able), key=lambda w: (w.uses[0], w.name))
+    order, nbytes = [w.name for w in weights], {w.name: w.nbytes for w in weights}
+    tries.add(able)
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        plan_with = tries.add(frozenset(_spread(order, nbytes, share)))
+        if plan_with is not None and any(w.home == "host" and w.streamed_chunks for w in plan_with.weights):
+            low = share
+        else:
+            high = share
+    return tries.best
+
+
+class _Tries:
+    """Sets of weights in a form, the best of which is kept.  ``hidden``: whether none is needed."""
+
+    def __init__(self, cut: Cut, plan: Callable[[Problem], Plan], form: Callable[[Cut, Collection[str]], Cut]) -> None:
+        self.best, self.hidden, self._least = frozenset[str](), False, math.inf
+        self._cut, self._plan, self._form = cut, plan, form
+        with contextlib.suppress(ChunkflowError):  # packed, the regions may find room
+            raw = plan(cut.problem).predicted
+            assert raw is not None
+            self.hidden = raw.step_s <= AS_GOOD * raw.resident_step_s
+            self._least = raw.step_s / AS_GOOD
+
+    def add(self, names: frozenset[str]) -> Plan | None:
+        """The plan with these weights in the form; None if there is none within the budget."""
+        with contextlib.suppress(ChunkflowError):
+            plan = self._plan(self._form(self._cut, names).problem)
+            assert plan.predicted is not None
+            if plan.predicted.step_s < self._least:
+                self.best, self._least = names, plan.predicted.step_s
+            return plan
+        return None
+
+
+def peers_of(cut: Cut, plan: Plan) -> frozenset[str]:
+    """The weights that lie in pieces in a plan for this cut."""
+    return streamable(cut) & {w.name for w in plan.weights if w.peers}
+
+
+def planned_for(cut: Cut, plan: Plan) -> frozenset[str]:
+    """The weights that are packed in a plan for this cut."""
+    nbytes = {w.name: w.nbytes for w in cut.problem.weights}
+    return frozenset(w.name for w in plan.weights if w.name in packable(cut) and w.nbytes != nbytes[w.name])
+
+
+def _positioned(cut: Cut) -> Iterator[frozenset[str]]:
+    """Sets of weights: all, and shares of them that are spread over each block."""
+    able = packable(cut)
+    positions = _positions(cut.problem)
+    order = list(dict.fromkeys(positions[w.name] for w in cut.problem.weights if w.name in able))
+    nbytes = {positions[w.name]: w.nbytes for w in cut.problem.weights}
+    for share in _SHARES if able else ():
+        taken = set(_spread(order, nbytes, share))
+        yield frozenset(name for name in able if positions[name] in taken)
+
+
+def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
+    """The name of a weight -> its block's list, and its name in the block."""
+    positions = dict[str, tuple[str, str]]()
+    for region in problem.regions:
+        for name in region.weights:
+            inside = bool(region.block) and name.startswith(f"{region.block}.")
+            blocks = region.block.rpartition(".")[0]
+            positions.setdefault(name, (blocks, name.removeprefix(region.block)) if inside else ("", name))
+    return {w.name: positions.get(w.name, ("", w.name)) for w in problem.weights}
+
+
+def _spread(order: Sequence[_Item], nbytes: Mapping[_Item, int], share: float) -> Iterator[_Item]:
+    """Those that have about this share of the bytes of all, spread over their order."""
+    due = 0.0
+    for item in order:
+        due += share * nbytes[item]
+        if due >= nbytes[item] / 2:
+            due -= nbytes[item]
+            yield item
