@@ -21,8 +21,8 @@ from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_pack, to_peers
+from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced

@@ -54,8 +54,8 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to lie
-        in pieces on the ranks' devices, and none can."""
+        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to
+        lie in pieces on the ranks' devices, and none can."""
         cut = choose_cut(self.traced, self.settings)
         if self.settings.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
@@ -71,7 +71,11 @@ class Target:
     @cached_property
     def raw(self) -> Problem:
         """With no weight packed, and none in pieces."""
-        return self._of(on_peers(packed(self.cut, ()), (), 0)) if self.settings.pack or self.settings.peers else self.problem
+        return (
+            self._of(on_peers(packed(self.cut, ()), (), 0))
+            if self.settings.pack or self.settings.peers
+            else self.problem
+        )
 
     def _of(self, cut: Cut) -> Problem:
         problem = cut.problem

@@ -91,7 +91,11 @@ def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
         if node.op == "placeholder":
             weight = weights.get(node)
             name = "" if weight is None else weight.name
-            note = f"{name}{', packed' * weight.packed}{', in pieces' * (weight.peers > 0)}" if weight is not None else name
+            note = (
+                f"{name}{', packed' * weight.packed}{', in pieces' * (weight.peers > 0)}"
+                if weight is not None
+                else name
+            )
             yield from _input(node, name, first_reader.get(node, ""), note)
         elif node.op == "get_attr":
             yield _node_line(node, INPUTS)

@@ -56,8 +56,8 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What a prefetch occupies: the drive for ``read_s`` seconds, None if its bytes are not there; then the copy engine and the
-    link of its ``use`` for ``copy_s``."""
+    """What a prefetch occupies: the drive for ``read_s`` seconds, None if its bytes are not there; then the copy engine and
+    the link of its ``use`` for ``copy_s``."""
 
     op: Prefetch
     name: str

@@ -80,7 +80,9 @@ class Planner:
         self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
         self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
         streamed = {w.name for w in self.weights}
-        self.kept_bytes = outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
+        self.kept_bytes = (
+            outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
+        )
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
         self.link: Link = link_of(self.resident, simulator, joins)
         longest = max((c.seconds for c in self.chunks), default=0.0)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pieces import from_others, parts
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name

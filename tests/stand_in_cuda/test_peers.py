@@ -1,4 +1,4 @@
-"""Weights in pieces on the devices of two processes: the handles of CUDA, pulls in a program and in a graph, an end in turns."""
+"""Weights in pieces on the devices of two processes: CUDA's handles, pulls in a program and in a graph, an end in turns."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def sees_another(rank: int) -> None:
     model, _ = small_twins("wan", SIZE, degree=2)
     with pytest.MonkeyPatch.context() as patch:
         properties = torch.cuda.get_device_properties
-        patch.setattr(torch.cuda, "get_device_properties", lambda i: type("P", (), {"uuid": f"{rank} {properties(i).uuid}"}))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda i: type("P", (), {"uuid": f"{rank} {properties(i).uuid}"})
+        )
         with pytest.raises(ChunkflowError, match=r"The GPU of rank 1 is not number 0 in rank 0.*CUDA_VISIBLE_DEVICES"):
             offload(model, "cuda", peers=True)
     assert placement_of(model) is None
