@@ -126,7 +126,8 @@ def on_peers_of(arm: Arm, code: Code, settings: Mapping[str, Any]) -> frozenset[
         return streamable(code.cut) if arm.peers else frozenset()
 
     def plan(problem: Problem) -> Plan:
-        return make_plan(problem, replace(code.settings, **settings, likes=(), peers=False))
+        wanted = {**settings, "timings": replace(settings["timings"], problem=problem.digest)}
+        return make_plan(problem, replace(code.settings, **wanted, likes=(), peers=False))
 
     return to_peers(code.cut, plan, code.settings.ranks)
 

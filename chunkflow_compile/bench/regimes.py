@@ -105,7 +105,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "peers": Regime(
         family="wan",
-        size=Size(layers=8, frames=4, height=16, width=16, **_WAN_WIDTH),
+        size=Size(layers=4, frames=8, height=32, width=16, **_WAN_WIDTH),
         load=6.5,
         chunk_bytes=_CHUNK,
         arms=("resident", "chunkflow", "chunkflow@65%", "chunkflow+peers", "chunkflow+mix"),

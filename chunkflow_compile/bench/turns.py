@@ -29,6 +29,7 @@ from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profi
 from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.pack import packable
+from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.passes.plan import Plan
@@ -320,8 +321,11 @@ class Turns:
                 rate = self.hardware.shared_by(problem.ranks).copy_rate
                 settings = settings_of(arm, plan, problem, timings, rate, self.job.regime.most)
                 base, times = form_of(arm, measured, settings)
-                settings = {**settings, "timings": times} if arm.pack else settings
-                planned = base.remade(**settings, peers=on_peers_of(arm, base, settings))
+                settings = {**settings, "timings": times} if arm.pack else {**settings}
+                names = on_peers_of(arm, base, settings)
+                there = on_peers(base.cut, names, base.settings.ranks).problem
+                settings |= {"timings": replace(settings["timings"], problem=there.digest)}  # regions are the same
+                planned = base.remade(**settings, peers=names)
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned)
@@ -426,7 +430,11 @@ class Turns:
             difference=max(off) if off else None,
             program=None
             if arm.code is None
-            else self._program(arm.code, arm.measurements, measured[arm.code.packed][1]),
+            else self._program(
+                arm.code,
+                arm.measurements,
+                replace(measured[arm.code.packed][1], problem=arm.code.program.problem.digest),
+            ),
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
