@@ -23,9 +23,9 @@ Yield = Literal["auto", "soft", "hard"]
 # Whether weights are packed without loss (packing.py): "auto" packs those with which a step is predicted to be shorter.
 Pack = Literal[False, True, "auto"]
 
-# Whether weights lie in pieces on the devices of the ranks, which pull them from each other (pieces.py): "auto" chooses those
-# with which a step is predicted to be shorter.
-Peers = Literal[False, True, "auto"]
+# Whether weights lie in pieces on the devices of the ranks (pieces.py): "auto" has those there with which a step is predicted
+# to be shorter.
+OnPeers = Literal[False, True, "auto"]
 
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)

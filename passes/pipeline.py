@@ -32,7 +32,7 @@ from chunkflow_compile.passes.program.verify import Proof, verify
 
 from .errors import ChunkflowError
 from .hardware import Hardware
-from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Pack, Peers, Policy, StageName, Yield
+from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, OnPeers, Pack, Policy, StageName, Yield
 from .plan import Plan
 from .problem import Problem
 
@@ -69,7 +69,7 @@ class Settings:
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
     pack: Pack | frozenset[str] = False
-    peers: Peers | frozenset[str] = False
+    peers: OnPeers | frozenset[str] = False
     ranks: int = 0
     disabled: frozenset[str] = field(default_factory=frozenset)
 

@@ -55,7 +55,7 @@ def runs(windows: Windows) -> Iterator[ChunkRun]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """The placement of one weight.  Unless ``home`` is "device", it streams through a slot at ``offset`` in the arena, bytes.
+    """The placement of one weight.  Unless ``home`` is "device", it streams through a slot at ``offset`` bytes in the arena.
 
     ``windows``: the window that starts each chunk, None for a resident chunk.  A window is in the step of the readers
     if ``window <= first_use``, otherwise in the step before (wrap-around).  ``first_use`` and ``last_use``: indices of

@@ -8,9 +8,11 @@ from typing import Any
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import POLICIES, Pack, Policy
+from chunkflow_compile.passes.graph.peers import streamable
+from chunkflow_compile.passes.names import POLICIES, OnPeers, Pack, Policy
+from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import make_plan
-from chunkflow_compile.passes.placement.pack_choice import chosen
+from chunkflow_compile.passes.placement.choice import to_pack, to_peers
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
@@ -26,7 +28,12 @@ WRONG_BY = 2.0
 REPLAN_AFTER = 2
 # Names of packed weights -> the code of a resident step with them, and its measured times.
 Measured = Mapping[frozenset[str], tuple[Code, Timings]]
-_FORMS: Mapping[str, Pack] = {"pack": True, "auto": "auto"}
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "pack": {"pack": True},
+    "auto": {"pack": "auto"},
+    "peers": {"peers": True},
+    "mix": {"peers": "auto"},
+}
 
 
 @dataclass(frozen=True)
@@ -34,13 +41,15 @@ class Arm:
     """``policy``: None for a peer, which does not run ChunkFlow.
 
     ``residency``: a share of the blocks, 0 to 1, whose bytes are added to the budget; None for the budget without them.
-    ``pack``: whether weights are packed; "auto" where that is predicted to be faster, by measured times.
+    ``pack``: whether weights are packed; "auto" where that is predicted to be faster, by measured times.  ``peers``: the same
+    for those on the devices of the ranks, whose pieces are added to the budget.
     """
 
     name: str
     policy: Policy | None
     residency: float | None = None
     pack: Pack = False
+    peers: OnPeers = False
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -55,7 +64,7 @@ def _parse(name: str) -> Arm:
         return Arm(name, None)
     planned, _, form = name.partition("+")
     if form in _FORMS and planned.partition("@")[0] == "chunkflow":
-        return replace(_parse(planned), name=name, pack=_FORMS[form])
+        return replace(_parse(planned), name=name, **_FORMS[form])
     policy, at, share = name.partition("@")
     if policy in (MISJUDGED, REPLANNED) and not at:
         return Arm(name, "chunkflow")
@@ -65,7 +74,8 @@ def _parse(name: str) -> Arm:
         raise ChunkflowError(
             f"--arms: there is no arm {name!r}. Use {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
             f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
-            f"blocks; chunkflow+pack or chunkflow+auto, with or without a share, for packed weights; with --device cuda also "
+            f"blocks; chunkflow+pack or chunkflow+auto for packed weights, chunkflow+peers or chunkflow+mix for weights on "
+            f"the devices of the ranks, with or without a share; with --device cuda also "
             f"{', '.join(PEER_ARMS)}."
         )
     if not at:
@@ -89,6 +99,8 @@ def settings_of(
     memory = min(layerwise.device_bytes, round(most * problem.total_bytes))
     if arm.residency:
         memory += round(arm.residency * len(block_regions(problem))) * block_bytes(problem)
+    if arm.peers:
+        memory += sum(piece_bytes(w.nbytes, problem.ranks) for w in problem.weights if w.keep is None)
     if arm.name in (MISJUDGED, REPLANNED):
         slower = tuple(WRONG_BY * s for s in timings.compute_s)
         timings = replace(timings, compute_s=slower, copy_rate=WRONG_BY * rate)
@@ -96,7 +108,7 @@ def settings_of(
 
 
 def form_of(arm: Arm, measured: Measured, settings: Mapping[str, Any]) -> tuple[Code, Timings]:
-    """The code of the form that an arm runs, and its times: where the arm leaves it open, as pack_choice.py decides."""
+    """The code of the form that an arm runs, and its times: where the arm leaves it open, as choice.py decides."""
     (raw, raw_times), (packed, packed_times) = measured[frozenset()], [*measured.values()][-1]
     if arm.pack == "auto":
 
@@ -104,8 +116,20 @@ def form_of(arm: Arm, measured: Measured, settings: Mapping[str, Any]) -> tuple[
             times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
             return make_plan(problem, replace(raw.settings, **{**settings, "timings": times}, likes=(), pack=False))
 
-        return measured[chosen(raw.cut, plan)]
+        return measured[to_pack(raw.cut, plan)]
     return (packed, packed_times) if arm.pack else (raw, raw_times)
+
+
+def on_peers_of(arm: Arm, code: Code, settings: Mapping[str, Any]) -> frozenset[str]:
+    """The weights of an arm that lie on the devices of the ranks: where it leaves that open, as choice.py decides."""
+    if arm.peers != "auto":
+        return streamable(code.cut) if arm.peers else frozenset()
+
+    def plan(problem: Problem) -> Plan:
+        wanted = {**settings, "timings": replace(settings["timings"], problem=problem.digest)}
+        return make_plan(problem, replace(code.settings, **wanted, likes=(), peers=False))
+
+    return to_peers(code.cut, plan, code.settings.ranks)
 
 
 def block_bytes(problem: Problem) -> int:

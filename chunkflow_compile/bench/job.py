@@ -79,11 +79,19 @@ class Job:
         return self.device == "cuda"
 
 
+def link_of(
+    regime: Regime, bandwidth: float = TO_BE_DERIVED, order: str = "fair", one_port: bool = False
+) -> LinkEmulation:
+    """The link of a regime to emulate.  ``bandwidth``: bytes/s.  ``one_port``: whether its ranks share a port in any case."""
+    shared = "port" if one_port or regime.one_port else ""
+    return LinkEmulation(bandwidth=bandwidth, order=order, shared=shared, peers=regime.peers * bandwidth)
+
+
 def job_of(regime: Regime, steps: int, **other: Any) -> Job:
     """A regime on its ranks: the link is what its load makes of it, and regions are held to their pace."""
     return Job(
         regime=regime,
-        link=LinkEmulation(bandwidth=TO_BE_DERIVED, shared="port" if regime.one_port else ""),
+        link=link_of(regime),
         load=regime.load,
         pace=PACE,
         ranks=regime.ranks,

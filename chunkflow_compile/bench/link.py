@@ -28,11 +28,13 @@ class LinkLoad:
     ``share``: the share of the resident step for which the link would be busy if every weight streamed once a step.
     Above 1, such a step takes longer than the resident one.  ``measured_s``: measured compute of a resident step,
     seconds, mean over the ranks.  ``pace``: how many times as long regions are held, None if they are not.
+    ``peers``: how many times its bandwidth a second port has, through which collectives pass; 0 if they share the link.
     """
 
     share: float
     measured_s: float
     pace: float | None = None
+    peers: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -50,12 +52,13 @@ class LinkLoad:
         """Bytes/s into a rank: B in (W + A) / B = share (compute + n e + A / B).
 
         W: bytes of the weights that may stream.  A: bytes of the n collectives of a step.  e: overhead of a collective.
+        Collectives on a port of p times the bandwidth: W / B = share (compute + n e + A / (p B)).
         Raises ChunkflowError if no bandwidth gives this load: collectives slow the resident step too, which limits it.
         """
         weights = sum(w.nbytes for w in problem.weights if w.keep is None)
         exchanged = sum(c.nbytes for c in problem.collectives)
         uncontended_s = self.compute_s + len(problem.collectives) * EXCHANGE_S
-        needed = weights + exchanged * (1 - self.share)
+        needed = weights + exchanged * ((not self.peers) - self.share / (self.peers or 1))
         if needed <= 0:
             most = 1 + weights / exchanged
             raise ChunkflowError(

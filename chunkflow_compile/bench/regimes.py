@@ -26,7 +26,8 @@ class Regime:
     """A small model of ``family``, the load of its link (``share`` of :class:`LinkLoad`), and the default arms.  Without
     a family, for a model that a :class:`Job` names.
 
-    ``ranks``: on an emulated link.  ``one_port``: whether they share one.
+    ``ranks``: on an emulated link.  ``one_port``: whether they share one.  ``peers``: how many times its bandwidth a second
+    port has, through which a rank pulls from the others and collectives pass; 0 if there is one for all.
     ``shows``: what the measurement demonstrates.  ``most``: largest share of all weight bytes for the budget of
     chunkflow, which is otherwise the bytes of layerwise.  ``dtype``: of the model.  ``group_bytes``: the option.
     """
@@ -42,6 +43,7 @@ class Regime:
     group_bytes: int | None = None
     ranks: int = 2
     one_port: bool = False
+    peers: float = 0.0
 
 
 # 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
@@ -100,6 +102,17 @@ REGIMES: Mapping[str, Regime] = {
         shows="four ranks read host memory through one port: the port is the bound, and each has a quarter of it",
         ranks=4,
         one_port=True,
+    ),
+    "peers": Regime(
+        family="wan",
+        size=Size(layers=4, frames=8, height=32, width=16, **_WAN_WIDTH),
+        load=6.5,
+        chunk_bytes=_CHUNK,
+        arms=("resident", "chunkflow", "chunkflow@65%", "chunkflow+peers", "chunkflow+mix"),
+        shows="weights on the devices of four ranks, which pull from each other six times as fast as from the host",
+        most=0.25,
+        ranks=4,
+        peers=6.0,
     ),
     "packed": Regime(
         size=Size(layers=12, frames=1, height=8, width=8, **_PACKED_WIDTH),

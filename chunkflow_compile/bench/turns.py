@@ -29,6 +29,7 @@ from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profi
 from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.pack import packable
+from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.passes.plan import Plan
@@ -40,8 +41,9 @@ from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement
 from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.simulate.arms import play_program
 from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.pieces import Pieces
 
-from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, settings_of
+from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, on_peers_of, settings_of
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
@@ -113,6 +115,7 @@ class Turns:
         self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
+        self._pieces: dict[str, Pieces] = {}  # of weights by name, once they were dealt out
 
     def run(self) -> RankRun:
         job = self.job
@@ -166,7 +169,7 @@ class Turns:
         """Build the model on the device, lower every region, and run one step."""
         self.model, self.inputs = build(self.job, self.device)
         pack: Pack = "auto" if any(arm.pack for arm in self.job.arms) else False  # raw at first
-        offload(self.model, self.device, pack=pack)
+        offload(self.model, self.device, pack=pack, peers="auto" if any(arm.peers for arm in self.job.arms) else False)
         options: dict[str, Any] = {
             "policy": RESIDENT,
             "hardware": str(self.profile),
@@ -182,12 +185,16 @@ class Turns:
         self._current = self._newest.call.current
 
     def _use(self, code: Code) -> None:
-        """Let the next call run this code, on weights in the form that it reads."""
+        """Let the next call run this code, on weights in the form that it reads and where it reads them."""
         for name, parameter in self.model.named_parameters():
-            buffer = buffer_of(parameter)
-            if buffer is not None and buffer.is_packed and name not in code.packed:
+            if (buffer := buffer_of(parameter)) is None:
+                continue
+            if buffer.is_packed and name not in code.packed:
                 buffer.unpack()
                 buffer.packable = True  # by the call of another arm
+            if buffer.pieces is not None:
+                self._pieces[name] = buffer.pieces
+            buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
         self._current.code = code
 
     def _hold_pace(self) -> LinkLoad | None:
@@ -202,7 +209,7 @@ class Turns:
         self._unpaced, compute_s = self._newest.code, self._compute_s()
         if job.pace is not None:
             self._use(paced(self._unpaced, compute_s, job.pace))
-        return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
+        return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace, job.regime.peers)
 
     def _compute_s(self) -> list[float]:
         """Seconds of each region of a resident step, mean over the ranks."""
@@ -232,7 +239,8 @@ class Turns:
         code = self._newest.call.current.code
         if load is not None:
             ports = self.job.ranks if link.shared else 1
-            link = replace(link, bandwidth=ports * load.bandwidth(code.program.problem))
+            bandwidth = ports * load.bandwidth(code.program.problem)
+            link = replace(link, bandwidth=bandwidth, peers=self.job.regime.peers * bandwidth)
         self.hardware = on_emulated_link(self.hardware, link, self.job.ranks)
         if self.job.pace is None:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
@@ -313,7 +321,11 @@ class Turns:
                 rate = self.hardware.shared_by(problem.ranks).copy_rate
                 settings = settings_of(arm, plan, problem, timings, rate, self.job.regime.most)
                 base, times = form_of(arm, measured, settings)
-                planned = base.remade(**{**settings, "timings": times} if arm.pack else settings)
+                settings = {**settings, "timings": times} if arm.pack else {**settings}
+                names = on_peers_of(arm, base, settings)
+                there = on_peers(base.cut, names, base.settings.ranks).problem
+                settings |= {"timings": replace(settings["timings"], problem=there.digest)}  # regions are the same
+                planned = base.remade(**settings, peers=names)
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned)
@@ -326,6 +338,7 @@ class Turns:
         options["chunk_bytes"] = settings.chunk_bytes
         options |= {} if settings.memory is None else {"memory": settings.memory}
         options |= {"pack": True} if code.packed else {}
+        options |= {"peers": True} if code.on_peers else {}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
     def _rehearse(self, arm: RunningArm) -> None:
@@ -417,7 +430,11 @@ class Turns:
             difference=max(off) if off else None,
             program=None
             if arm.code is None
-            else self._program(arm.code, arm.measurements, measured[arm.code.packed][1]),
+            else self._program(
+                arm.code,
+                arm.measurements,
+                replace(measured[arm.code.packed][1], problem=arm.code.program.problem.digest),
+            ),
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:

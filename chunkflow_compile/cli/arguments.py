@@ -9,13 +9,13 @@ from typing import get_args
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.hardware.profiles import profile_names
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Pack, Peers, Yield
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, OnPeers, Pack, Yield
 from chunkflow_compile.units import enough
 
 # The machines of plans if none is named: of one model, and of a whole pipeline on one card.
 MACHINE, CARD = "h100-pcie-x2", "rtx-4090-pcie"
 PACK: dict[str, Pack] = {"no": False, "yes": True, "auto": "auto"}
-PEERS: dict[str, Peers] = {"no": False, "yes": True, "auto": "auto"}
+PEERS: dict[str, OnPeers] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 SIZES = {
     "frames": "frames of video",

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from chunkflow_compile.bench.arms import Arm, parse_arms
-from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.job import Job, link_of
 from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
@@ -18,7 +18,6 @@ from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
 from chunkflow_compile.catalog.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.report.pictures import check_picture, draw_arms
 from chunkflow_compile.runtime.device import check_device
@@ -60,8 +59,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         pace = arguments.pace or None
         load = None if arguments.bandwidth else arguments.load or regime.load
         bandwidth = parse_rate(arguments.bandwidth, "bandwidth") if arguments.bandwidth else TO_BE_DERIVED
-        shared = "port" if arguments.one_port or regime.one_port else ""
-        link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared=shared)
+        link = link_of(regime, bandwidth, arguments.order, arguments.one_port)
     ranks = 1 if link is None and arguments.transport != "loopback" else regime.ranks
     return Job(
         regime=regime,

@@ -57,7 +57,7 @@ def _total(plan: Plan) -> int:
 
 
 def _plan(target: Target, policy: Policy) -> Plan:
-    """The plan of a policy, for the goal of the command if it has one; where nothing is copied, weights are as they come."""
+    """The plan of a policy, for the goal of the command if it has one; without copies, no weight is packed or in pieces."""
     goal = target.settings
     return target.plan(
         problem=target.raw if policy == "resident" else target.problem,

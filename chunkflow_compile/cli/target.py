@@ -22,7 +22,7 @@ from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import Peers
+from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -54,10 +54,8 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """Takes a second for 10,000 nodes, more if weights are chosen.
-
-        Raises ChunkflowError if weights are to be packed, and none can be.
-        """
+        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to
+        lie in pieces on the ranks' devices, and none can."""
         cut = choose_cut(self.traced, self.settings)
         if self.settings.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
@@ -171,12 +169,14 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     )
 
 
-def _peers(hardware: Hardware, arguments: argparse.Namespace) -> Peers:
+def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
     """Whether weights lie in pieces on the devices of the ranks.  Raises ChunkflowError if they must and cannot.
 
     Where there is a choice and they cannot, prints a note on stderr.
     """
     peers = PEERS[arguments.peers]
+    if peers == "auto" and arguments.memory is None:
+        raise ChunkflowError("--peers auto chooses for a budget: give --memory, or --peers for all weights.")
     if not peers or not (why := hardware.why_no_peers(arguments.ulysses)):
         return peers
     if peers is True:

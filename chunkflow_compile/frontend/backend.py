@@ -172,12 +172,14 @@ def _compiler(
     if chosen.policy != "resident":
         warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
     part = is_part(weights.values(), index.root, min_bytes)
+    buffers = {p.name: buffer_of(weights[p.key]) for p in parameters}
     settings = replace(
         chosen.settings(),
         **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
         part=part,
         outside=bytes_outside(index.root, weights.values(), min_bytes, part),
-        pack=_pack(chosen.pack, {p.name: buffer_of(weights[p.key]) for p in parameters}),
+        pack=_pack(chosen.pack, buffers),
+        **_peers(placement, buffers),
     )
     return _Compiler(
         chosen=chosen,
@@ -276,7 +278,7 @@ class _Compiler:
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
-        codes = Codes(code, traced, Goal.of(chosen.settings(), code.packed))
+        codes = Codes(code, traced, Goal.of(chosen.settings(), code.cut))
         moved = HostConstants(self.device, tables)
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
 
@@ -310,6 +312,15 @@ def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | froz
     is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
     packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.is_packed)
     return wanted if wanted is True else packed or wanted
+
+
+def _peers(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]) -> Mapping[str, Any]:
+    """Which weights a graph is to have on the devices of the ranks, and how many ranks, as settings: those that are there, if
+    any is; else what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
+    if placement is None or placement.store.peers is None:
+        return {}
+    dealt = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
+    return {"peers": dealt or placement.peers, "ranks": placement.store.peers.ranks}
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

@@ -35,6 +35,7 @@ from chunkflow_compile.frontend.preconditions import guard_hooks
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import offload
 from chunkflow_compile.placed.placement import Placement, placement_of
@@ -57,6 +58,7 @@ def compile(
     dtype: torch.dtype | None = None,
     share: Any = None,
     host_memory: int | str | None = None,
+    peers: OnPeers = False,
     mode: str | None = None,
     dynamic: bool | None = None,
     **options: Any,
@@ -67,13 +69,13 @@ def compile(
     run as a cycle: what the whole model would do as one program, without the time to trace every block.  A model
     without repeated blocks is compiled whole, and so is one with ``cudagraphs=True``.
 
-    ``device``, ``dtype``, ``share``, ``host_memory``: see :func:`offload`; a model that is placed already stays as it is.
-    ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
+    ``device``, ``dtype``, ``share``, ``host_memory``, ``peers``: see :func:`offload`; a model that is placed already stays as
+    it is.  ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
     are left open from the second compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
     """
     _check_arguments(model, dynamic, options)
-    given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory}
+    given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
     if placement_of(model) is not None and (named := [k for k, v in given_place.items() if v is not None]):
         raise ChunkflowError(
             f"This model is placed already, so {' and '.join(named)} would change nothing: leave out what offload() was "
@@ -81,7 +83,7 @@ def compile(
         )
     chosen = check_options(options, mode, compile)
     if placement_of(model) is None:
-        placing = {"dtype": dtype, "share": share, "host_memory": host_memory, "pack": chosen.pack}
+        placing = {"dtype": dtype, "share": share, "host_memory": host_memory, "pack": chosen.pack, "peers": peers}
         offload(model, device, min_bytes=chosen.min_bytes, **placing)
     placement = placement_of(model)
     assert placement is not None

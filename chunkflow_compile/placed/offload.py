@@ -13,7 +13,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Pack
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, OnPeers, Pack
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.placed.placement import (
     PLACEMENT,
@@ -28,6 +28,7 @@ from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unk
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes, whole_number
 from chunkflow_compile.weights.drive import for_the_drive
+from chunkflow_compile.weights.groups import Group, group_of, group_to_share_in
 from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_store import give_back
@@ -37,6 +38,7 @@ from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.packed import packed_like
+from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ def offload(
     share: Any = None,
     host_memory: int | str | None = None,
     pack: Pack = False,
+    peers: OnPeers = False,
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
@@ -75,6 +78,11 @@ def offload(
     ``pack``: True packs the weights of bfloat16, without loss, to three quarters of their bytes: in host memory, on the
     drive, and on the way to the device.  One with too many values outside of sixteen exponents in a row stays as it is.
     "auto" lets plans choose.
+
+    ``peers``: True keeps the weights in equal pieces on the devices of the ranks of a group, on one machine, where the others
+    pull from: a piece of each weight on each device, for as long as the model is placed.  They stay in host memory too, for
+    ops outside programs, and for a rank that writes one.  All ranks of the group, which ``share`` or the default one is, must
+    then call ``offload``, and run the same model.  "auto" lets plans choose which weights.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
     device, is under a hook of accelerate or diffusers that moves its weights one by one, or lies in a checkpoint that cannot
     be read; weights that were cast before an error may stay cast.
@@ -92,6 +100,7 @@ def offload(
         large = large_weights([root], index, min_bytes)
         weights = [(index.names[id(weight)], weight) for weight in large if id(weight) not in index.filled]
         packs = _packed_names(root, weights, dtype_of, pack)
+        group = _group_of_peers(peers, share, target)
         filled = [(index.names[id(weight)], weight) for weight in large if id(weight) in index.filled]
         bound, on_drive = None, frozenset[str]()
         if host_memory is not None:
@@ -106,8 +115,10 @@ def offload(
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:
+        meeting = None if group is None else Peers.meet(group, target)
         placement = Placement.on(root, target, min_bytes)
         placement.store.bound, placement.pack = bound, pack
+        placement.store.peers, placement.peers = meeting, peers
         with compile_lock:
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
@@ -144,6 +155,21 @@ def _packed_names(
             f"{type(root).__name__} has none: {are}. {fix}."
         )
     return names
+
+
+def _group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | None:
+    """The group whose ranks keep pieces of weights for each other, None for none.  Raises ChunkflowError if there is none."""
+    if not isinstance(peers, bool) and peers != "auto":
+        raise ChunkflowError(f'peers is True, False or "auto", not {peers!r}.')
+    if peers is False:
+        return None
+    group = group_to_share_in(share, device) if share else group_of()
+    if group is None:
+        raise ChunkflowError(
+            "peers needs a process group of several ranks, of gloo or NCCL: call torch.distributed.init_process_group first, "
+            "or leave peers out."
+        )
+    return group
 
 
 def has_packable(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Pack
+from chunkflow_compile.passes.names import OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
@@ -53,7 +53,8 @@ class Placement:
     compiled for each size, because Inductor fails on symbols.  ``goal``: what its owner or replan has set, as fields of
     the settings, also for sizes that come later.  ``owned_arena``: the one that its owner has for its programs, if any.
     ``room``: bytes of its weights that its owner expects to have on the device, None if it has none.
-    ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.
+    ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.  ``peers``: whether
+    weights go to the devices of the ranks when a program starts on them.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
@@ -73,6 +74,7 @@ class Placement:
         self.goal: Mapping[str, Any] = {}
         self.room: int | None = None
         self.pack: Pack = False
+        self.peers: OnPeers = False
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.graph.pack import packed
+from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
@@ -37,18 +38,19 @@ LoweredRegion = Callable[..., Sequence[Any]]
 @dataclass(frozen=True)
 class Goal:
     """What plans are made for: the options of these names, or what replan has set since.  ``pack``: the weights that are
-    packed."""
+    packed.  ``peers``: those on the devices of the ranks."""
 
     memory: int | None
     slowdown: float | None
     policy: Policy
     yields: Yield
     pack: frozenset[str]
+    peers: frozenset[str]
 
     @staticmethod
-    def of(settings: Settings, pack: frozenset[str]) -> Goal:
-        """``pack``: see above; a choice of ``settings`` may be open."""
-        return Goal(settings.memory, settings.slowdown, settings.policy, settings.yields, pack)
+    def of(settings: Settings, cut: Cut) -> Goal:
+        """``cut``: of the code; a choice of ``settings`` may be open."""
+        return Goal(settings.memory, settings.slowdown, settings.policy, settings.yields, cut.packed, cut.on_peers)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,6 +87,11 @@ class Code:
         return self.cut.packed
 
     @property
+    def on_peers(self) -> frozenset[str]:
+        """The names of the weights on the devices of the ranks."""
+        return self.cut.on_peers
+
+    @property
     def verified(self) -> bool:
         """Whether the program was verified, and is to be verified together with others in its arena."""
         return "verify" not in self.settings.disabled
@@ -97,6 +104,7 @@ class Code:
         settings = {"likes": (), **settings}
         same = settings.get("pack", self.packed) == self.packed
         pieces, regions = self.cut if same else packed(self.cut, settings["pack"]), self.regions
+        pieces = on_peers(pieces, settings.get("peers", self.on_peers), self.settings.ranks)
         stage, folder = self.make(pieces=pieces, **settings)
         assert stage.program is not None
         if not same:
@@ -144,7 +152,7 @@ class Codes:
         """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
         self.first = first
         self._goal = goal
-        self._firsts = {Goal.of(first.settings, first.packed): first}
+        self._firsts = {Goal.of(first.settings, first.cut): first}
         self._traced = traced
         inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
         position = {node: i for i, node in enumerate(inputs)}
@@ -210,4 +218,4 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 def bare(settings: Settings) -> Settings:
     """Without what differs between sizes of one call, and between calls."""
-    return replace(settings, likes=(), part=False, outside=0, pack=False)
+    return replace(settings, likes=(), part=False, outside=0, pack=False, peers=False)

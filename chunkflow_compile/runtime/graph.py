@@ -186,7 +186,9 @@ class CompiledGraph:
         return _started(Call(self._in_form(current, parameters, sizes), parameters), arena)
 
     def _in_form(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
-        """The code of a model for what its weights are, packed or raw.  Before that, weights get the form that it wants.
+        """The code of a model for what its weights are, packed or raw, on the devices of the ranks or not.
+
+        Before that, weights get the form and the place that it wants.
 
         One that several regions read, or that the graph returns, is wanted raw, and raw is what cannot be packed.
         """
@@ -199,9 +201,24 @@ class CompiledGraph:
                 buffer.unpack()
             if buffer.is_packed or (name in wanted and buffer.packable and buffer.pack()):
                 forms.add(name)
-        if forms != current.code.packed:
-            current.code = self.codes.code(sizes, {**self._changed(parameters), "pack": frozenset(forms)})
+        dealt = _dealt(parameters, current.code.on_peers)
+        form = {"pack": frozenset(forms), "peers": dealt}
+        if form != {"pack": current.code.packed, "peers": current.code.on_peers}:
+            current.code = self.codes.code(sizes, {**self._changed(parameters), **form})
         return current
+
+
+def _dealt(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> frozenset[str]:
+    """The names of the weights on the devices of the ranks, to which those ``wanted`` are dealt out first, once.
+
+    All ranks come here in the same order, with the same weights.
+    """
+    buffers = {name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None}
+    todo = {name: buffer for name, buffer in buffers.items() if name in wanted and not buffer.dealt}
+    for peers in dict.fromkeys(buffer.store.peers for buffer in todo.values()):
+        if peers is not None:
+            peers.deal([buffer for buffer in todo.values() if buffer.store.peers is peers])
+    return frozenset(name for name, buffer in buffers.items() if buffer.pieces is not None)
 
 
 def _started(call: Call, arena: Arena) -> Solo:

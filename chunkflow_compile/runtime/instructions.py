@@ -131,7 +131,7 @@ class OnDevice:
             if self.flag is not None:
                 self.device.copy.run(self.flag.hold)
             work = partial(self.device.copy_bytes, target, source)
-            watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
+            watch = None if step.cost.windows is None else self.traffic.copy(source.numel(), isinstance(source, Pieces))
             self.device.copy.run(work, watch, name)
 
     def mark(self, number: int | None) -> None:

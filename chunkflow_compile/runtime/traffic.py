@@ -13,7 +13,8 @@ _UNDER_WAY = float("inf")
 
 
 class Copied(NamedTuple):
-    """Sums over copies: seconds and bytes of all of them, and of those ``alone``, with no collective beside them."""
+    """Sums over copies: seconds and bytes of all of them, and of those from the host ``alone``, with no collective beside
+    them."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -28,11 +29,13 @@ _NOTHING = Copied()
 class Transfer:
     """A transfer over the link from ``begin`` to ``end``, seconds of the device's clock; infinite until they are known.
 
-    A copy has ``nbytes``.  A collective, or its completion, has the ``window`` of ``windows`` where its seconds count.
+    A copy has ``nbytes``, and may be one from other ranks, ``pulled``.  A collective, or its completion, has the ``window``
+    of ``windows`` where its seconds count.
     """
 
     log: deque[Transfer]
     nbytes: int = 0
+    pulled: bool = False
     windows: WindowSeconds | None = None
     window: int = 0
     begin: float = _UNDER_WAY
@@ -55,13 +58,13 @@ class Traffic:
         self._collectives: deque[Transfer] = deque()
         self._settled: deque[Transfer] = deque()  # collectives that ran beside copies still in flight
 
-    def copy(self, nbytes: int) -> Transfer:
+    def copy(self, nbytes: int, pulled: bool = False) -> Transfer:
         """A copy that is about to run."""
-        return Transfer(self._copies, nbytes)
+        return Transfer(self._copies, nbytes, pulled)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
         """A collective, or its completion, that is about to run."""
-        return Transfer(self._collectives, 0, windows, window)
+        return Transfer(self._collectives, windows=windows, window=window)
 
     def settle(self, now: float) -> Copied:
         """Add the collectives to their windows, and return the sums over the copies that had ended by ``now``.
@@ -80,7 +83,7 @@ class Traffic:
         ended: list[Transfer] = []
         while self._copies and self._copies[0].end <= now:
             ended.append(self._copies.popleft())
-        free = [copy for copy, overlaps in _overlaps(ended, list(self._settled)) if not overlaps]
+        free = [copy for copy, overlaps in _overlaps(ended, list(self._settled)) if not overlaps and not copy.pulled]
         since = min((c.begin for c in list(self._copies)), default=now)
         while self._settled and self._settled[0].end <= since:
             self._settled.popleft()

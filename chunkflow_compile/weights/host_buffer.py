@@ -71,8 +71,9 @@ class HostBuffer:
     ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
     tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
     gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
-    any other.  ``pieces``: those dealt to the ranks of a node, None for none.  ``is_packed``: whether ``packed`` has the
-    values; ``packable``: whether :meth:`pack` may pack them, which have whole pages of their own then.
+    any other.  ``pieces``: those that were dealt to the ranks of a node, None for none; ``dealt``: whether there were any.
+    ``is_packed``: whether ``packed`` has the values; ``packable``: whether :meth:`pack` may pack them, which have whole pages
+    of their own then.
     """
 
     def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
@@ -83,6 +84,7 @@ class HostBuffer:
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
         self.pieces: Pieces | None = None
+        self.dealt = False
         self._backing = Backing(host) if backing is None else backing  # only _back changes it
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = threading.Lock()  # for what reads the form of the values, and what changes it

@@ -27,6 +27,7 @@ from .leaves import leaves_of, named_leaves
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
+from .peers import Peers
 from .pinning import HostReader
 from .progress import moving
 from .staging import GpuStagings
@@ -46,7 +47,8 @@ class HostStore:
     calls.  ``pins``: whether to pin host memory; False after pinning failed once.
     ``counts``: of its programs.  ``exported``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
-    that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.
+    that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.  ``peers``: the ranks that
+    keep pieces of weights for each other, None for none.
     """
 
     _root: weakref.ref[nn.Module]
@@ -57,6 +59,7 @@ class HostStore:
     bound: int | None = None
     turn: tuple[int, int] | None = None
     agreed: int | None = None
+    peers: Peers | None = None
     counts: Counts = field(default_factory=Counts)
     exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
@@ -182,6 +185,9 @@ class HostStore:
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
 
     def mark_exported_dirty(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.

@@ -64,8 +64,10 @@ class Peers:
             raise
 
     def close(self) -> None:
-        """Leave: nothing more is dealt.  The pieces stay as long as any rank has them."""
+        """Leave: nothing more is dealt.  Memory of pieces is free once no rank has them, on a GPU when torch next looks."""
         self._node.close()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
 
     def deal(self, buffers: Sequence[HostBuffer]) -> None:
         """Deal out these weights: each rank copies its piece of each to its device, and opens those of the others.
@@ -91,7 +93,7 @@ class Peers:
                 min(everywhere),
             )
         for buffer, pieces in zip(buffers, dealt, strict=True):
-            buffer.pieces = None if buffer.name in everywhere else pieces
+            buffer.pieces, buffer.dealt = None if buffer.name in everywhere else pieces, True
 
     def _check_same(self, buffers: Sequence[HostBuffer]) -> None:
         """Raise ChunkflowError, on all ranks, if they deal out other weights."""
@@ -164,16 +166,15 @@ class Peers:
 
     def _check_access(self) -> None:
         """Raise ChunkflowError, on all ranks, if some GPU cannot read the memory of another's, or does not see it."""
-        here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-        mine = next(uuid for uuid, index in here.items() if index == self._device.index)
-        error = None
-        for rank, (uuid, index) in zip(self._node.ranks, self._node.gather([mine, self._device.index]), strict=True):
-            if here.get(uuid) != index:
+        here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        own, error = self._device.index, None
+        for rank, (uuid, index) in zip(self._node.ranks, self._node.gather([here[own], own]), strict=True):
+            if uuid not in here[index : index + 1]:
                 error = ChunkflowError(
                     f"The GPU of rank {rank} is not number {index} in rank {self._node.rank}, so its memory cannot be opened "
                     "there. Let each rank see the same GPUs: unset CUDA_VISIBLE_DEVICES, and choose by LOCAL_RANK"
                 )
-            elif uuid != mine and not torch.cuda.can_device_access_peer(self._device, index):
+            elif index != own and not torch.cuda.can_device_access_peer(self._device, index):
                 error = ChunkflowError(
                     f"{self._device} cannot read the memory of cuda:{index} (no NVLink, or no peer access). Leave out peers"
                 )

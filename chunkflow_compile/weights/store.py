@@ -13,12 +13,14 @@ from .limits import Room
 
 
 class Store(Protocol):
-    """A placed model, as its weights know it.  ``buffer``: a HostBuffer, whose module imports this one."""
+    """A placed model, as its weights know it.  ``buffer``: a HostBuffer, and ``peers``: Peers, whose
+    modules import this one."""
 
     device: torch.device
     pins: bool
     turn: tuple[int, int] | None
     counts: Counts
+    peers: Any
     exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...

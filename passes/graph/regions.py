@@ -83,6 +83,11 @@ class Cut:
         """The names of the packed weights."""
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.packed)
 
+    @property
+    def on_peers(self) -> frozenset[str]:
+        """The names of the weights that lie in pieces on the devices of the ranks."""
+        return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.peers)
+
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs are other ones."""
         costs = {key: cost_at(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}

@@ -33,7 +33,7 @@ _STRETCHES = 24
 @dataclass(frozen=True)
 class Chunk:
     """A chunk of a weight.  ``seconds``: copy time alone on the link.  ``first``, ``last``: regions that read it.
-    ``pulled``: whether it comes from the devices of the ranks."""
+    ``pulled``: whether it comes from the devices of other ranks."""
 
     weight: str
     index: int

@@ -1,10 +1,13 @@
 // Device memory and pinned memory.
 #include "stand_in.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
+#include <string>
 
 namespace stand_in {
 namespace {
@@ -12,6 +15,8 @@ namespace {
 struct Range {
   size_t bytes;
   int device;
+  int file;             // of device memory: other processes map it
+  bool theirs = false;  // memory of another process, which this one has opened
 };
 using Ranges = std::map<const char*, Range>;
 
@@ -37,16 +42,25 @@ const Range* within(const Ranges& ranges, const void* address) {
 
 long held(const Ranges& ranges, int device) {
   long sum = 0;
-  for (auto& [_, range] : ranges) sum += device < 0 || range.device == device ? range.bytes : 0;
+  for (auto& [_, range] : ranges) sum += !range.theirs && (device < 0 || range.device == device) ? range.bytes : 0;
   return sum;
 }
 
 bool spend(std::atomic<long>& limit) { return limit < 0 || limit-- > 0 || (limit = 0, false); }
 
-void* mapped(size_t bytes) {
-  void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+void* mapped(size_t bytes, int file = -1) {
+  int kind = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+  void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kind | MAP_NORESERVE, file, 0);
   return found == MAP_FAILED ? nullptr : found;
 }
+
+// What a handle of device memory says to the process that opens it.
+struct Handle {
+  pid_t process;
+  int file;
+  size_t bytes;
+};
+static_assert(sizeof(Handle) <= sizeof(cudaIpcMemHandle_t));
 
 }  // namespace
 
@@ -77,10 +91,14 @@ EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
   *address = nullptr;
   long room = settings().total - settings().taken - held(device_ranges(), current_device());
   if (static_cast<long>(bytes) > room || !spend(settings().allocations)) return fail(cudaErrorMemoryAllocation);
-  if (!(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
+  int file = memfd_create("stand-in", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, bytes) || !(*address = mapped(bytes, file))) {
+    close(file);
+    return fail(cudaErrorMemoryAllocation);
+  }
   // Fresh device memory holds anything: all bits set is NaN in every floating type.
   if (bytes <= size_t{64} << 20) std::memset(*address, 0xff, bytes);
-  device_ranges()[static_cast<char*>(*address)] = {bytes, current_device()};
+  device_ranges()[static_cast<char*>(*address)] = {bytes, current_device(), file};
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaFree(void* address) {
@@ -92,9 +110,32 @@ EXPORTED cudaError_t cudaFree(void* address) {
   auto found = device_ranges().find(static_cast<char*>(address));
   if (found == device_ranges().end()) return fail(cudaErrorInvalidValue);
   munmap(address, found->second.bytes);
+  close(found->second.file);
   device_ranges().erase(found);
   return cudaSuccess;
 }
+EXPORTED cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
+  ENTER;
+  Lock lock(lock_of_memory());
+  auto found = device_ranges().find(static_cast<char*>(address));
+  if (found == device_ranges().end() || found->second.theirs) return fail(cudaErrorInvalidValue);
+  Handle said{getpid(), found->second.file, found->second.bytes};
+  std::memcpy(handle, &said, sizeof said);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned) {
+  ENTER;
+  use_device(current_device());
+  Handle said;
+  std::memcpy(&said, &handle, sizeof said);
+  std::string path = "/proc/" + std::to_string(said.process) + "/fd/" + std::to_string(said.file);
+  int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0 || !(*address = mapped(said.bytes, file))) return fail(cudaErrorMapBufferObjectFailed);
+  Lock lock(lock_of_memory());
+  device_ranges()[static_cast<char*>(*address)] = {said.bytes, current_device(), file, true};
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaIpcCloseMemHandle(void* address) { return cudaFree(address); }
 EXPORTED cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
 EXPORTED cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
 EXPORTED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
@@ -112,7 +153,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   use_device(current_device());
   Lock lock(lock_of_memory());
   if (!spend(settings().pinned_allocations) || !(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
-  pinned_ranges()[static_cast<char*>(*address)] = {bytes, current_device()};
+  pinned_ranges()[static_cast<char*>(*address)] = {bytes, current_device(), -1};
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaMallocHost(void** address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
@@ -140,7 +181,7 @@ EXPORTED cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   long most = settings().pin_bytes;
   bool full = most >= 0 && held(pinned_ranges(), -1) + static_cast<long>(bytes) > most;
   if (named || full || !spend(settings().pins)) return fail(cudaErrorMemoryAllocation);
-  pinned_ranges()[begin] = {bytes, current_device()};
+  pinned_ranges()[begin] = {bytes, current_device(), -1};
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaHostUnregister(void* address) {

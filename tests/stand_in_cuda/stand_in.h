@@ -17,7 +17,7 @@
 //   * aten's CUDA kernels are computed by the CPU's on the same bytes: no number of cuBLAS, cuDNN or SDPA on CUDA.
 //   * No time means anything.  One engine per stream: copies do not share a link, kernels do not share an SM.  Where kernels do
 //     not compute, it does not depend on the machine either.
-//   * No NCCL, IPC, peer access, managed memory or profiler.
+//   * No NCCL, managed memory or profiler.  A process opens device memory of another one; events of others are in the past.
 //   * Graphs come from captures only: no graph in a graph, no update, no conditional node.  Each stream counts as created with
 //     cudaStreamNonBlocking, as torch's are.  Random numbers of aten are the CPU's: a replay draws new ones.
 //   * A copy from pageable memory always waits for its stream; CUDA stages small ones at once.

@@ -261,6 +261,11 @@ EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags
   *event = reinterpret_cast<cudaEvent_t>(new Event(!(flags & cudaEventDisableTiming)));
   return cudaSuccess;
 }
+// Of another process: nothing of it is in flight here.
+EXPORTED cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t*, cudaEvent_t) { ENTER; return cudaSuccess; }
+EXPORTED cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* event, cudaIpcEventHandle_t) {
+  return cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+}
 EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t) { ENTER; return cudaSuccess; }  // a stream may still hold it
 EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {

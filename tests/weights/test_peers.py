@@ -1,0 +1,159 @@
+"""Pieces on the devices of ranks: how they are dealt out, what is pulled, and what ends that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import small_twins
+from test_node import LOG, said, several, together
+
+from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile.catalog.small import Size
+from chunkflow_compile.passes import pieces as geometry
+from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.peers import Peers
+from chunkflow_compile.weights.pieces import Pieces
+
+CPU = torch.device("cpu")
+# A part, far below that of a real weight, so that the stripes of these are several.
+PART = 512
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "PART", PART)
+
+
+def weights(seed: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, generator=g) for n in (1, 64, 1000, 4 * PART, 4 * PART + 3)]
+
+
+def dealt(count: int, of_rank: Callable[[int], list[torch.Tensor]]) -> list[Any]:
+    """For each rank its buffers, dealt out, or the error."""
+    nodes = several(count)
+    buffers = {n.rank: [HostBuffer(w, name=f"w{i}") for i, w in enumerate(of_rank(n.rank))] for n in nodes}
+
+    def deal(node: Any) -> list[HostBuffer]:
+        with node:
+            Peers(node, CPU).deal(buffers[node.rank])
+        return buffers[node.rank]
+
+    return together(nodes, deal)
+
+
+def pulled(pieces: Pieces, part: slice) -> torch.Tensor:
+    source = pieces[part]
+    target = torch.full((source.numel(),), 7, dtype=torch.uint8)
+    for into, values in source.copies(target):
+        into.copy_(values)
+    return target
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_pulls_every_weight(ranks: int, small_parts: None) -> None:
+    """Any bytes of it, also of sizes that the number of ranks does not divide; all but its own part from the others."""
+    for rank, buffers in enumerate(dealt(ranks, lambda _: weights(0))):
+        for buffer, plain in zip(buffers, weights(0), strict=True):
+            pieces, values = buffer.source, flat_bytes(plain)
+            assert isinstance(pieces, Pieces) and pieces.place == rank and pieces.numel() == values.numel()
+            assert sum(p.numel() for p in pieces.held) < values.numel() + 256 * ranks
+            for begin, end in ((0, len(values)), (PART - 8, 3 * PART + 12), (len(values) // 3, len(values))):
+                part = slice(begin, max(begin, min(end, len(values))))
+                assert torch.equal(pulled(pieces, part), values[part])
+            own = sum(part.nbytes for part in pieces.parts if part.owner == rank)
+            assert pieces.from_others == len(values) - own
+            if len(values) > ranks * PART:
+                assert 0 < own < 1.3 * len(values) / ranks and pieces.parts[0].owner == (rank + 1) % ranks
+
+
+def test_what_is_written_is_pulled_no_more(small_parts: None) -> None:
+    """On the rank that writes it; the others have the values from before, also once its memory is gone."""
+    first, second = dealt(2, lambda _: weights(0))
+    written = first[-1]
+    written.host.zero_()
+    assert isinstance(written.source, torch.Tensor) and not written.source.any() and written.pieces is None
+    del written
+    first.clear()
+    for buffer, plain in zip(second, weights(0), strict=True):
+        assert isinstance(buffer.source, Pieces)
+        assert torch.equal(pulled(buffer.source, slice(None)), flat_bytes(plain))
+
+
+def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_parts: None) -> None:
+    """Such a weight streams from the host on all ranks; one warning on each says so."""
+
+    def of_rank(rank: int) -> list[torch.Tensor]:
+        return [w + (rank == 2 and i == 3) for i, w in enumerate(weights(0))]
+
+    caplog.set_level(logging.WARNING, LOG)
+    for rank, buffers in enumerate(dealt(3, of_rank)):
+        assert [isinstance(b.source, Pieces) for b in buffers] == [True, True, True, False, True]
+        assert torch.equal(buffers[3].source, flat_bytes(of_rank(rank)[3]))
+    assert said(caplog) == 3 * [
+        "1 weights, such as w3, have other values on some ranks, and stream from host memory: pieces on the devices of "
+        "several ranks need equal values"
+    ]
+
+
+def test_ranks_that_name_other_weights() -> None:
+    for error in dealt(2, lambda rank: weights(0)[: 5 - rank]):
+        assert isinstance(error, ChunkflowError) and str(error) == (
+            "Rank 1 puts 4 weights, from w0 on, on the devices of the peers, and rank 0 puts 5, from w0 on. Give all "
+            "ranks the same model, options and version of ChunkFlow."
+        )
+
+
+def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks say which one, and none has pieces."""
+    allocated = Peers._allocated
+
+    def short(self: Peers, nbytes: int) -> Any:
+        if self.place == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return allocated(self, nbytes)
+
+    monkeypatch.setattr(Peers, "_allocated", short)
+    errors = [str(error) for error in dealt(3, lambda _: weights(0))]
+    assert all("rank 1 failed: A piece of 5 weights" in e and "Cannot allocate memory" in e for e in errors), errors
+
+
+def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, small_parts: None) -> None:
+    """As one left out, or one that was written: no weight is dealt out then."""
+    memories = Peers._memories
+
+    def turned(self: Peers, *given: Any) -> Any:
+        held = memories(self, *given)
+        return held if self.place else [*held[1:], held[0]]
+
+    monkeypatch.setattr(Peers, "_memories", turned)
+    for buffers in dealt(2, lambda _: weights(0)[2:]):
+        assert not any(isinstance(b.source, Pieces) for b in buffers)
+
+
+def refuses(rank: int) -> None:
+    model, _ = small_twins("wan", Size(layers=1), degree=2)
+    with pytest.raises(ChunkflowError, match='peers is True, False or "auto", not 2'):
+        offload(model, peers=2)  # type: ignore[arg-type]
+    assert placement_of(model) is None
+    offload(model, min_bytes=1024, peers=True)
+    placement = placement_of(model)
+    assert placement is not None and placement.store.peers is not None and placement.store.peers.place == rank
+    restore(model)
+    assert placement.store.peers is None
+
+
+def test_offload_meets_the_ranks(on_ranks: Callable[..., None]) -> None:
+    on_ranks(refuses)
+
+
+def test_one_rank_has_no_peers() -> None:
+    model, _ = small_twins("wan", Size(layers=1))
+    with pytest.raises(ChunkflowError, match="peers needs a process group of several ranks"):
+        offload(model, peers=True)
