@@ -50,7 +50,7 @@ def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
     return tries.best
 
 
-def to_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool) -> frozenset[str]:
+def to_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
     """The names of the weights that are to lie in pieces on the devices of so many ranks.
 
     ``budget``: whether there is one; without, a plan is the smallest for its step, and bytes on the device are compared.
