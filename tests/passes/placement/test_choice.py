@@ -1,4 +1,6 @@
-"""Which weights a plan packs: none where copies hide, all where the link is the bound, a share of each block in between."""
+"""Which weights a plan packs: none where copies hide, all where the link is the bound, a share of each block in between.
+
+And which lie in pieces on the devices of the ranks: as many as leave room for all others to stay."""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import packable, packed
+from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement.choice import planned_for, to_pack
@@ -96,3 +99,78 @@ def test_memory_in_which_only_packed_weights_fit() -> None:
     with pytest.raises(ChunkflowError, match="too little"):
         make_plan(cut.problem, goal)
     assert choose_cut(traced, replace(goal, group_bytes=1 << 20, pack="auto")).packed == packable(cut)
+
+
+def to_peers(cut: Cut, load: float, **other: object) -> Settings:
+    """Two ranks, which pull at four times the rate of copies."""
+    goal = settings(cut, load, ranks=2, peers="auto", **other)
+    return replace(goal, hardware=replace(goal.hardware, peer_bandwidth=4 * goal.hardware.copy_rate))
+
+
+def test_weights_that_stay_have_no_pieces(traced: Traced) -> None:
+    cut = make_cut(traced, 1)
+    goal = to_peers(cut, 11.0, memory=round(0.75 * cut.problem.total_bytes), chunk_bytes=1 << 18)
+    best = choose_cut(traced, goal)
+    plan, host, everything = (make_plan(c.problem, goal) for c in (best, cut, on_peers(cut, streamable(cut), 2)))
+    assert {w.name for w in plan.streamed} <= best.on_peers == {w.name for w in plan.weights if w.peers}
+    assert 0 < len(best.on_peers) <= len(streamable(cut)) - 2
+    assert all(p.device_bytes <= goal.memory for p in (plan, host, everything))
+    steps = [p.predicted.step_s / p.predicted.resident_step_s for p in (plan, everything, host)]
+    assert steps[0] < 0.99 * steps[1] and steps[1] < 0.5 * steps[2]
+    again = replace(goal, plan=plan, memory=None)
+    assert choose_cut(traced, again).on_peers == best.on_peers
+    assert choose_cut(traced, replace(goal, peers=best.on_peers | {"other"})).problem == best.problem
+    assert choose_cut(traced, replace(goal, peers=True)).on_peers == streamable(cut)
+
+
+def test_no_pieces_where_copies_hide_or_ranks_cannot_pull(traced: Traced) -> None:
+    cut = make_cut(traced, 1)
+    assert not choose_cut(traced, to_peers(cut, 1.6)).on_peers
+    for change, why in (
+        ({"hardware": machine(cut, 4.0)}, "but h100-nvlink has no peer_bandwidth"),
+        ({"ranks": 0}, "but there is one rank only"),
+    ):
+        goal = replace(to_peers(cut, 4.0), **change)
+        if "hardware" in change:
+            goal = replace(goal, hardware=replace(goal.hardware, peer_bandwidth=0.0))
+        assert not choose_cut(traced, goal).on_peers
+        with pytest.raises(ChunkflowError, match=f"peers=True keeps weights on the devices of all ranks, {why}"):
+            choose_cut(traced, replace(goal, peers=True))
+
+
+def test_fewer_bytes_for_the_same_step(traced: Traced) -> None:
+    """Without a budget, the plan for a step is the smallest."""
+    cut = make_cut(traced, 1)
+    goal = replace(to_peers(cut, 4.0), memory=None, slowdown=1.02)
+    plans = [make_plan(c.problem, goal) for c in (choose_cut(traced, goal), cut)]
+    assert plans[0].device_bytes < 0.8 * plans[1].device_bytes
+    assert all(p.predicted.step_s <= 1.0201 * p.predicted.resident_step_s for p in plans)
+
+
+def test_a_share_where_pieces_of_all_have_no_room(traced: Traced) -> None:
+    cut = make_cut(traced, 1)
+    goal = to_peers(cut, 4.0, memory=round(0.4 * cut.problem.total_bytes))
+    with pytest.raises(ChunkflowError, match="too little"):
+        make_plan(on_peers(cut, streamable(cut), 2).problem, goal)
+    best = choose_cut(traced, goal)
+    plan, host = (make_plan(c.problem, goal) for c in (best, cut))
+    assert {w.home for w in plan.streamed} == {"host", "peers"} and plan.device_bytes <= goal.memory
+    assert plan.predicted.step_s < 0.9 * host.predicted.step_s
+
+
+def test_blocks_in_turns(traced: Traced) -> None:
+    """One program stands for all blocks: a weight has pieces in each of them or in none."""
+    one = trace(InTurn([Block(WIDTH)]).bfloat16(), {"x": torch.randn(64, WIDTH).bfloat16()}, 0)
+    cut = make_cut(one, 1)
+    goal, total = to_peers(cut, 4.0), 8 * cut.problem.total_bytes
+    turns = replace(one, repeats=Repeats(count=8, memory=round(0.6 * total)))
+    assert choose_cut(turns, goal).on_peers
+
+
+def test_packed_weights_in_pieces(traced: Traced) -> None:
+    cut = make_cut(traced, 1)
+    both = choose_cut(traced, to_peers(cut, 4.0, pack=True))
+    assert both.packed == packable(cut) and both.on_peers
+    assert both.problem.piece_bytes == pytest.approx(
+        sum(w.nbytes for w in both.problem.weights if w.peers) / 2, rel=1e-3
+    )

@@ -25,11 +25,9 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
 US = 1e-6
-about = partial(pytest.approx, rel=1e-3)
+about = partial(pytest.approx, rel=1e-3, abs=1e-12)
 # Pulls are four times as fast as copies, on the link of collectives.
-NVLINK = replace(
-    MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0, peer_bandwidth=4 * CHUNK * 1e6
-)
+NVLINK = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0, peer_bandwidth=4 * CHUNK * 1e6)
 
 
 def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
@@ -57,7 +55,7 @@ def test_a_pull_and_a_collective_stretch_each_other() -> None:
     found = problem([9, 9], [weight(0, 16 * CHUNK, (1,))], [(1, 8.0)])
     windows = {"w0": (1,) * 16}  # of 2 us, beside no collective
     alone = play(on_devices(found, 2), windows)
-    assert alone.copy_s == about(2 * US) and alone.inflation_s == 0
+    assert alone.copy_s == about(2 * US) and alone.inflation_s == about(0)
     beside = replace(found, collectives=tuple(replace(c, before=0) for c in found.collectives))
     windows = {"w0": (0,) * 16}
     for pull, collective in ((2.0, 2.0), (1.0, 3.0), (3.0, 1.0)):
@@ -65,7 +63,7 @@ def test_a_pull_and_a_collective_stretch_each_other() -> None:
         played = play(on_devices(beside, 2), windows, machine)
         assert played.copy_s == about(2 * pull * US)
         assert played.inflation_s == about(2 * pull * US * (1 - 1 / collective))
-    assert play(beside, {"w0": (0,) * 16}).inflation_s == 0, "a copy from host memory takes another link"
+    assert play(beside, {"w0": (0,) * 16}).inflation_s == about(0), "a copy from host memory takes another link"
 
 
 def test_a_region_is_stretched_by_what_is_in_flight() -> None:
