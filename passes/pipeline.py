@@ -49,8 +49,9 @@ class Settings:
     that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
     ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
     predicted to be shorter within ``memory``.
-    ``peers``: the same for those that lie in pieces on the devices of ``ranks`` ranks, 0 if it is not known how many; with
-    "auto" none where the ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
+    ``peers``: the same for those that lie in pieces on the devices of ``ranks`` ranks, 0 if it is not known how many.  "auto"
+    also chooses without ``memory``, for fewer bytes on the device; none where the ranks cannot pull from each other
+    (:meth:`Hardware.why_no_peers`).
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
@@ -187,7 +188,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     )
     alone = settings.part and repeats is None  # a part that nothing here can judge
     judge = None if alone or memory is None else planned
-    finest = on_peers(finest, _peer_weights(finest, settings, judge), settings.ranks)
+    finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
     names = _packed_weights(finest, settings, judge)
     finest = packed(finest, names)
     if settings.group_bytes is not None or alone:
@@ -228,7 +229,10 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
         return peers_of(finest, settings.plan)
     if settings.peers is True:
         return streamable(finest)
-    return frozenset() if planned is None or settings.timings is not None else to_peers(finest, planned, settings.ranks)
+    if planned is None or settings.timings is not None:
+        return frozenset()
+    budget = (settings.memory if finest.traced.repeats is None else finest.traced.repeats.memory) is not None
+    return to_peers(finest, planned, settings.ranks, budget)
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:

@@ -55,7 +55,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     add_pack(parser)
     pieces = (
         "weights in equal pieces on the devices of the P ranks, which pull them from each other: all, or those with which a "
-        "step within --memory is shorter (default no)"
+        "step within --memory is shorter, or else fewer bytes are enough for --slowdown (default no)"
     )
     add("--peers", nargs="?", choices=tuple(PEERS), const="yes", default="no", help=pieces)
     if or_blocks:

@@ -175,8 +175,6 @@ def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
     Where there is a choice and they cannot, prints a note on stderr.
     """
     peers = PEERS[arguments.peers]
-    if peers == "auto" and arguments.memory is None:
-        raise ChunkflowError("--peers auto chooses for a budget: give --memory, or --peers for all weights.")
     if not peers or not (why := hardware.why_no_peers(arguments.ulysses)):
         return peers
     if peers is True:

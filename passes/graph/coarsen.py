@@ -84,6 +84,11 @@ def repeated(problem: Problem, count: int) -> Problem:
     )
 
 
+def before_repeating(name: str) -> str:
+    """The name in the problem that was :func:`repeated` of a weight of the other."""
+    return name.rpartition(" (")[0]
+
+
 def streamed_bytes(problem: Problem) -> list[int]:
     """Bytes of the streamed weights that each region reads."""
     nbytes = {w.name: w.nbytes for w in problem.weights if w.keep is None}

@@ -1,26 +1,28 @@
 """Choice: which weights are packed, and which lie in pieces on the devices of the ranks, by the predicted step.
 
 Contract
-    On entry: a Cut at its finest, and how its problems are planned within a byte budget.
-    On exit: all weights that can take the form, or a share of them, or none.  None unless the predicted step is less than
-    1 / ``AS_GOOD`` of that with none.
+    On entry: a Cut at its finest, and how its problems are planned, within a byte budget or for a step.
+    On exit: all weights that can take the form, or a share of them, or none.  None unless the predicted step,
+    or for a step the bytes on the device, is less than 1 / ``AS_GOOD`` of that with none.
 
 Packing pays where the link is the bound: it has three quarters of the bytes to copy, and more of the weights fit the device.
 Where copies are hidden anyway, unpacking only takes time.  A share of the weights is best in between: by position in the
 block, so equal blocks stay equal.
 
-Pieces take memory of the device whatever the plan does, and are pulled faster than copies from host memory come, so the best
-share is about the one with which all other weights are resident.  It is spread over the order in which weights are read.
+Pieces take memory of the device whatever the plan does, so a weight that stays there whole should have none: all weights get
+pieces, and then those that the plan keeps lose theirs, which leaves room for more to stay.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.coarsen import before_repeating
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
@@ -31,8 +33,10 @@ from .coarsest import AS_GOOD
 
 # Shares of the weights that are packed: half and a quarter gain up to 5 % of a step where the link is about to be hidden.
 _SHARES = (1.0, 0.5, 0.25)
-# The share that lies in pieces is found to one part in 2 to this power: 3 % of the weights.
-_HALVINGS = 5
+# Each round, what more can stay is the bytes of the pieces lost before: after this many, less than 1 % of the weights.
+_ROUNDS = 4
+# If pieces of all weights have no room, the largest share of which they have is found to one part in 2 to this power.
+_HALVINGS = 4
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -46,47 +50,85 @@ def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
     return tries.best
 
 
-def to_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int) -> frozenset[str]:
-    """The names of the weights that are to lie in pieces on the devices of so many ranks.  Raises as :func:`to_pack`."""
-    tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks))
+def to_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
+    """The names of the weights that are to lie in pieces on the devices of so many ranks.
+
+    ``budget``: whether there is one; without, a plan is the smallest for its step, and bytes on the device are compared.
+    Raises as :func:`to_pack`.
+    """
+    tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget)
     if tries.hidden:
         return tries.best
-    able = streamable(cut)
+    names = streamable(cut)
+    tried = tries.add(names)
+    if tried is None:
+        names = _with_room(cut, names, tries)
+        tried = tries.add(names)
+    for _ in range(_ROUNDS):
+        kept = _kept(tried, names) if tried is not None else frozenset[str]()
+        if not kept:
+            break
+        names -= kept
+        tried = tries.add(names)
+    return tries.best
+
+
+def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
+    """Those of the weights that stay on the device whole, of blocks in turns in most of the turns."""
+    turns, kept = Counter[str](), Counter[str]()
+    for weight in plan.weights:
+        name = weight.name if weight.name in names else before_repeating(weight.name)
+        turns[name] += 1
+        kept[name] += not weight.streamed_chunks
+    return frozenset(name for name in names if 2 * kept[name] > turns[name])
+
+
+def _with_room(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
+    """The largest share of the weights whose pieces have room, spread over the order in which they are read."""
     weights = sorted((w for w in cut.problem.weights if w.name in able), key=lambda w: (w.uses[0], w.name))
     order, nbytes = [w.name for w in weights], {w.name: w.nbytes for w in weights}
-    tries.add(able)
-    low, high = 0.0, 1.0
+    fits, low, high = frozenset[str](), 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        plan_with = tries.add(frozenset(_spread(order, nbytes, share)))
-        if plan_with is not None and any(w.home == "host" and w.streamed_chunks for w in plan_with.weights):
-            low = share
-        else:
+        names = frozenset(_spread(order, nbytes, share))
+        if tries.add(names) is None:
             high = share
-    return tries.best
+        else:
+            fits, low = names, share
+    return fits
 
 
 class _Tries:
     """Sets of weights in a form, the best of which is kept.  ``hidden``: whether none is needed."""
 
-    def __init__(self, cut: Cut, plan: Callable[[Problem], Plan], form: Callable[[Cut, Collection[str]], Cut]) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        plan: Callable[[Problem], Plan],
+        form: Callable[[Cut, Collection[str]], Cut],
+        budget: bool = True,
+    ) -> None:
+        """``budget``: see :func:`to_peers`."""
         self.best, self.hidden, self._least = frozenset[str](), False, math.inf
-        self._cut, self._plan, self._form = cut, plan, form
+        self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
         with contextlib.suppress(ChunkflowError):  # packed, the regions may find room
-            raw = plan(cut.problem).predicted
-            assert raw is not None
-            self.hidden = raw.step_s <= AS_GOOD * raw.resident_step_s
-            self._least = raw.step_s / AS_GOOD
+            raw = plan(cut.problem)
+            assert raw.predicted is not None
+            self.hidden = budget and raw.predicted.step_s <= AS_GOOD * raw.predicted.resident_step_s
+            self._least = self._measure(raw) / AS_GOOD
 
     def add(self, names: frozenset[str]) -> Plan | None:
         """The plan with these weights in the form; None if there is none within the budget."""
         with contextlib.suppress(ChunkflowError):
             plan = self._plan(self._form(self._cut, names).problem)
-            assert plan.predicted is not None
-            if plan.predicted.step_s < self._least:
-                self.best, self._least = names, plan.predicted.step_s
+            if (measured := self._measure(plan)) < self._least:
+                self.best, self._least = names, measured
             return plan
         return None
+
+    def _measure(self, plan: Plan) -> float:
+        assert plan.predicted is not None
+        return plan.predicted.step_s if self._budget else plan.device_bytes
 
 
 def peers_of(cut: Cut, plan: Plan) -> frozenset[str]:

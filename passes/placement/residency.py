@@ -2,8 +2,8 @@
 
 A resident weight shortens its region's stall by the weight's copy time.  If the stall is longer than all copies of the
 region's own weights, the rest is charged to the regions before it, whose copies hold up the queue.  Weights that save
-equally are ordered by a golden-ratio sequence over the step, so every prefix is spread evenly over the blocks.  Of those that
-save anything, weights in host memory come before those on the devices of other ranks, which save less for each byte.
+equally are ordered by a golden-ratio sequence over the step, so every prefix is spread evenly over the blocks.  Weights in
+host memory come before those on the devices of the ranks: they save more seconds of the queue of copies for each byte.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
     ahead.
     """
     share = _useful_share(chunks, stalls)
-    keyed: list[tuple[bool, bool, float, list[int]]] = []
+    keyed: list[tuple[bool, float, list[int]]] = []
     for i, (_, group) in enumerate(groupby(range(len(chunks)), key=lambda j: chunks[j].weight)):
         members = list(group)
         q, r = (i * _GOLDEN) % 1.0, share.get(chunks[members[0]].first, 0.0)
-        key, pulled = q / r if q < r else 1 + (q - r) / (1 - r + 1e-9), chunks[members[0]].pulled
-        keyed.append((q >= r, pulled, key, members))
+        key = q / r if q < r else 1 + (q - r) / (1 - r + 1e-9)
+        keyed.append((chunks[members[0]].pulled, key, members))
     return [j for *_, members in sorted(keyed) for j in members]
 
 

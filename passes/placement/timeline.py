@@ -59,6 +59,7 @@ class Simulator:
         """
         self.problem = problem
         hardware = hardware.shared_by(problem.ranks)
+        self._profile = hardware
         self.hardware = hardware if timings is None else timings.machine(hardware, chunk_bytes)
         self.chunk_bytes = chunk_bytes
         self.strain = 1.0
@@ -114,7 +115,7 @@ class Simulator:
             begin, stop = first * self.chunk_bytes, min(end * self.chunk_bytes, size)
             pulls = sum(1 for _ in parts(begin, stop, size, ranks))
             others = from_others(begin, stop, size, ranks)
-            self._pulls[key] = self.hardware.pull_seconds(stop - begin, others, pulls)
+            self._pulls[key] = self._profile.pull_seconds(stop - begin, others, pulls)
         return self._pulls[key]
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:
