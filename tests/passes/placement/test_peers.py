@@ -27,9 +27,7 @@ from chunkflow_compile.passes.problem import Problem
 US = 1e-6
 about = partial(pytest.approx, rel=1e-3)
 # Pulls are four times as fast as copies, on the link of collectives.
-NVLINK = replace(
-    MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0, peer_bandwidth=4 * CHUNK * 1e6
-)
+NVLINK = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0, peer_bandwidth=4 * CHUNK * 1e6)
 
 
 def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
