@@ -37,7 +37,7 @@ from chunkflow_compile.options import Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
-from chunkflow_compile.placed.offload import offload
+from chunkflow_compile.placed.offload import group_of_peers, offload, target_of
 from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.report.record import check_folder
 
@@ -83,6 +83,8 @@ def compile(
         )
     chosen = check_options(options, mode, compile)
     if placement_of(model) is None:
+        if peers:
+            refuse_no_peers(peers, share, target_of(model, device), chosen)
         placing = {"dtype": dtype, "share": share, "host_memory": host_memory, "pack": chosen.pack, "peers": peers}
         offload(model, device, min_bytes=chosen.min_bytes, **placing)
     placement = placement_of(model)
@@ -106,6 +108,14 @@ def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[st
             f"{'This model' if whole else 'A part of this model'} is compiled already: call the model as it is, also after "
             "restore(), which its next call undoes; or pass one that was never compiled."
         )
+
+
+def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Options) -> None:
+    """Raise ChunkflowError if weights are to lie on the devices of ranks that cannot read each other's, by the profile."""
+    group = group_of_peers(peers, share, device)
+    why = "" if group is None else chosen.on(device).profile().why_no_peers(len(group.ranks))
+    if why and peers is True:
+        raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
 
 
 def check_options(

@@ -15,12 +15,18 @@ from torch import nn
 
 from chunkflow_compile.frontend.adapters import ADAPTED, disable_adapters, enable_adapters, is_enabled
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.compile import check_dynamic, check_options, compile_by_kind, compiled_whole
+from chunkflow_compile.frontend.compile import (
+    check_dynamic,
+    check_options,
+    compile_by_kind,
+    compiled_whole,
+    refuse_no_peers,
+)
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, for_backend
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Pack
+from chunkflow_compile.passes.names import OnPeers, Pack
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
 from chunkflow_compile.pipeline.components import (
     check_cast,
@@ -64,6 +70,7 @@ def apply(
     dtype: Dtypes | None = None,
     share: Any = None,
     host_memory: int | str | None = None,
+    peers: OnPeers = False,
     mode: str | None = None,
     dynamic: bool | None = None,
     adapters: int | Mapping[str, Any] | None = None,
@@ -81,7 +88,7 @@ def apply(
     what is free now.  On a CPU activations are not counted.  What the activations need is measured in the first call of
     each component, and the weights get the rest: the plan of a component is made again after that.
     ``dtype``: to cast to; or, as ``torch_dtype`` of ``from_pretrained``, by component, {"default": ...} for the others.
-    ``share``, ``host_memory``: see :func:`offload`; ``host_memory`` is for all components together.
+    ``share``, ``host_memory``, ``peers``: see :func:`offload`; ``host_memory`` is for all components together.
     ``mode``, ``dynamic``, ``options``: see :func:`compile`.
     ``adapters``: lets the denoisers change LoRA adapters without being compiled or planned again: the largest rank, or the
     arguments of :func:`enable_adapters` by name.
@@ -94,6 +101,7 @@ def apply(
     if mine := sorted(_PLANNED & options.keys()):
         raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
     given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic}
+    given["peers"] = peers or None
     given |= {"adapters": None if adapters is None else _sizes(adapters), **options}
     given = {name: value for name, value in given.items() if value is not None}
     while (budget := _apply(pipe, device, memory, given)) is None:
@@ -175,6 +183,7 @@ def _add(
     dtype: Dtypes | None = None,
     share: Any = None,
     host_memory: int | str | None = None,
+    peers: OnPeers = False,
     mode: str | None = None,
     dynamic: bool | None = None,
     adapters: Mapping[str, Any] | None = None,
@@ -189,6 +198,7 @@ def _add(
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
     for name, model in models.items():
         check_cast(name, model, cast[name])
+    refuse_no_peers(peers, share, budget.device, chosen)
     packs = _packs(models, cast, chosen)
     given = for_backend(options, chosen)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
@@ -203,7 +213,13 @@ def _add(
         with moving(f"placing {', '.join(models)}", total, _expected(models, budget.device, share, room)) as moved:
             for name, model in models.items():
                 part = None if room is None else room * _weight_bytes(model) // total
-                placing = {"dtype": cast[name], "share": share, "host_memory": part, "pack": packs[name]}
+                placing = {
+                    "dtype": cast[name],
+                    "share": share,
+                    "host_memory": part,
+                    "pack": packs[name],
+                    "peers": peers,
+                }
                 offload(model, budget.device, min_bytes=chosen.min_bytes, **placing)
                 placed.append(model)
                 phase = Phase(name, model, arenas[name])

@@ -20,6 +20,7 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.placed.packing_notes import packing_notes
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls
@@ -75,8 +76,10 @@ class Phase:
 
     @property
     def kept(self) -> int:
-        """Bytes of its weights that never leave the device."""
-        return sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
+        """Bytes of its weights that never leave the device, its pieces for other ranks among them."""
+        placement = placement_of(self.root)
+        pieces = 0 if placement is None else placement.store.piece_bytes
+        return pieces + sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
 
     @property
     def streamed(self) -> int:

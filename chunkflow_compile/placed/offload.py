@@ -100,7 +100,7 @@ def offload(
         large = large_weights([root], index, min_bytes)
         weights = [(index.names[id(weight)], weight) for weight in large if id(weight) not in index.filled]
         packs = _packed_names(root, weights, dtype_of, pack)
-        group = _group_of_peers(peers, share, target)
+        group = group_of_peers(peers, share, target)
         filled = [(index.names[id(weight)], weight) for weight in large if id(weight) in index.filled]
         bound, on_drive = None, frozenset[str]()
         if host_memory is not None:
@@ -157,7 +157,7 @@ def _packed_names(
     return names
 
 
-def _group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | None:
+def group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | None:
     """The group whose ranks keep pieces of weights for each other, None for none.  Raises ChunkflowError if there is none."""
     if not isinstance(peers, bool) and peers != "auto":
         raise ChunkflowError(f'peers is True, False or "auto", not {peers!r}.')
@@ -304,6 +304,11 @@ def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
                 f"{name} is a DTensor of {tensor.dtype}, which offload does not cast: call model.to({wanted}) before it, and "
                 "leave out dtype."
             )
+
+
+def target_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device that a model is to run on.  Raises ChunkflowError if it is not clear."""
+    return _one_device(device, [*leaves_of(unwrap(model))])
 
 
 def _one_device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:

@@ -247,6 +247,11 @@ class HostStore:
             warnings.warn(said, stacklevel=2)
 
     @property
+    def piece_bytes(self) -> int:
+        """Bytes of the device that this rank's pieces take."""
+        return sum(pieces.held[pieces.place].nbytes for h in self.buffers if (pieces := h.pieces) is not None)
+
+    @property
     def held_bytes(self) -> int:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.buffers if h.drive is None)
