@@ -87,7 +87,9 @@ def _plan(parser: ArgumentParser) -> None:
     add_model(parser, or_blocks=True)
     add_json(parser, "the plan, or the points of the curve,")
     parser.add_argument("--weights", action="store_true", help="a line for every weight, with the reason")
-    curve = "print memory against predicted step time, with --pack also of packed weights; draw it to PNG as well"
+    curve = (
+        "print memory against predicted step time, with --pack or --peers also of such weights; draw it to PNG as well"
+    )
     parser.add_argument("--curve", nargs="?", const="", metavar="PNG", help=curve)
 
 

@@ -15,7 +15,13 @@ from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import chunk_count
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import check_picture, draw_curve
-from chunkflow_compile.report.plan_tables import blocks_table, packing_sentence, summary_table, weights_table
+from chunkflow_compile.report.plan_tables import (
+    blocks_table,
+    packing_sentence,
+    peers_sentence,
+    summary_table,
+    weights_table,
+)
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 
@@ -51,21 +57,23 @@ def _curve(arguments: argparse.Namespace) -> int:
     target = load_target(arguments, Progress(1))
     note_rates(target)
     points = _points(target, target.raw)
-    packed = _points(target, target.problem) if target.settings.pack else []
+    said = {"packed": packing_sentence(target.problem), "in pieces": peers_sentence(target.problem)}
+    form = ", ".join(name for name, sentence in said.items() if sentence)
+    others = _points(target, target.problem) if form else []
     say(arguments, f"{target.heading}\n")
     headers = ["weights on the device", "step", "of resident"]
     rows = [[size(p.memory), *_cells(p.step_s, target, points)] for p in _few(points)]
-    if packed:
-        say(arguments, f"packed: {packing_sentence(target.problem)}\n")
-        headers += ["packed", "of resident"]
+    if others:
+        say(arguments, "".join(f"{name}: {sentence}\n" for name, sentence in said.items() if sentence))
+        headers += [form, "of resident"]
         for row, point in zip(rows, _few(points), strict=True):
-            within = [p.step_s for p in packed if p.memory <= point.memory]
+            within = [p.step_s for p in others if p.memory <= point.memory]
             row += _cells(min(within), target, points) if within else ["-", "-"]
     say(arguments, tabulate(rows, headers=headers, disable_numparse=True))
-    write_json(arguments, {"model": target.heading, "points": points, **({"packed": packed} if packed else {})})
+    write_json(arguments, {"model": target.heading, "points": points, **({form: others} if others else {})})
     if picture:
         title = f"{target.title}, {target.parallel}, {target.machine}"
-        draw_curve(points, packed, target.forwards, title, Path(picture))
+        draw_curve(points, others, form, target.forwards, title, Path(picture))
         say(arguments, f"\npicture: {picture}")
     return 0
 

@@ -39,6 +39,23 @@ ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
         (["dump", MODEL, "--pack", "--stage", "regions"], "has none: leave it out, or give a model in bfloat16"),
         (["plan", OWN, "--pack", "auto"], "--pack auto chooses for a budget: give --memory, or --pack for all"),
         (["simulate", OWN, "--pack", "--policy", "resident"], "--pack with policy resident, which copies nothing"),
+        (["simulate", OWN, "--peers", "--policy", "resident"], "--peers with policy resident, which copies nothing"),
+        (
+            ["plan", OWN, "--peers"],
+            "--peers: there is one rank only, so there are no other devices: it takes a Ulysses deg",
+        ),
+        (
+            ["why", OWN, "x", "--ulysses", "2", "--hardware", "l40s-pcie", "--peers"],
+            "--peers: l40s-pcie has no peer_band",
+        ),
+        (
+            ["simulate", OWN, "--ulysses", "8", "--nodes", "2", "--hardware", "h200", "--peers"],
+            "--peers: the 8 ranks are on several machines, 4 on each, and pulls stay inside a machine. Leave it out.",
+        ),
+        (
+            ["plan", OWN, "--ulysses", "2", "--hardware", "gh200", "--peers"],
+            "copies 360 GB/s from host memory. Leave it",
+        ),
         (["plan", "flux.1-dev", "--ulysses", "5"], "24 attention heads: the Ulysses degree 5 must divide them"),
         (["plan", "flux.1-dev", "--cfg-parallel", "2"], "but a step of flux.1-dev is 1 call. Leave it out where"),
         (["why", "wan2.2-ti2v-5b", "x", "--cfg-parallel", "3"], "3: classifier-free guidance has 2 branches"),

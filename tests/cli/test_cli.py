@@ -244,6 +244,45 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     assert "unpack_2(" in run("dump", "--pack", "--stage", "regions")
 
 
+@pytest.mark.long
+def test_weights_on_the_devices_of_ranks_are_planned_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, slow = tmp_path / "found.json", tmp_path / "slow.json"
+    machine = replace(load_profile("h100-nvlink"), h2d_bandwidth=2e6, peer_bandwidth=1e9, launch_s=1e-4, chunk_s=0.0)
+    slow.write_text(machine.to_json())
+    sizes = ("--min-bytes", "1KiB", "--chunk-bytes", "4KiB", "--hardware", str(slow), "--group-bytes", "1")
+
+    def run(command: str, *arguments: str) -> str:
+        assert main([command, ULYSSES, *arguments, *sizes]) == 0
+        return capsys.readouterr().out
+
+    two, within = ("--ulysses", "2"), ("--memory", "30KiB")
+    shown = run("plan", *two, *within, "--peers", "--weights", "--json", str(file))
+    plan = Plan.from_json(file.read_text())
+    assert {w.home for w in plan.streamed} == {"peers"} and plan.device_bytes <= 30 << 10
+    assert re.search(r"on the ranks' devices +\d+ of \d+ weights, [\d.]+ KiB in pieces on 2 devices, [\d.]+ KiB", shown)
+    assert shown.count("  peers   ") == len(plan.streamed) and "pulled from other ranks" in shown
+    run("plan", *two, *within, "--json", str(file))
+    host = Plan.from_json(file.read_text())
+    assert '"peers"' not in file.read_text() and plan.predicted.step_s < host.predicted.step_s
+    run("plan", *two, *within, "--peers", "auto", "--json", str(file))
+    assert Plan.from_json(file.read_text()).predicted.step_s <= plan.predicted.step_s * 1.001
+    assert main(["plan", ULYSSES, *within, "--peers", "auto", *sizes]) == 0
+    assert "no weight is on the devices of other ranks: there is one rank only" in capsys.readouterr().err
+    name = plan.streamed[0].name
+    assert "peers" in run("why", name, *two, *within, "--peers")
+    assert "in pieces, but for policy resident: " in run("simulate", *two, "--peers")
+    run("simulate", *within, "--peers", "--sweep-ulysses", "1,2", "--json", str(file))
+    assert [d["degree"] for d in json.loads(file.read_text())["degrees"]] == [1, 2]
+    shown = run("plan", *two, "--curve", "--peers", "--json", str(file))
+    assert "in pieces: " in shown and json.loads(file.read_text())["in pieces"]
+    assert f"{name}, in pieces" in run("dump", *two, "--peers", "--stage", "regions")
+    assert "peers, " in run("dump", *two, *within, "--peers", "--annotate", "--stage", "rewritten")
+    out = tmp_path / "trace.json"
+    assert "copied a call" in run("timeline", *two, *within, "--peers", "--out", str(out))
+
+
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
