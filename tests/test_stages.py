@@ -188,8 +188,14 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
         (replace(plan, regions=plan.regions[1:]), "9 windows for 10 regions"),
         (replace(plan, weights=(replace(weights[0], windows=(99,) * 3), *weights[1:])), "starts in window 99"),
         (replace(plan, weights=(replace(weights[0], windows=(1,)), *weights[1:])), "has 1 chunks"),
-        (replace(plan, weights=(replace(weights[0], home="peers"), *weights[1:])), "in no pieces with home peers, in the"),
-        (replace(plan, weights=(replace(weights[0], peers=2), *weights[1:])), "in pieces on 2 devices with home host, in"),
+        (
+            replace(plan, weights=(replace(weights[0], home="peers"), *weights[1:])),
+            "in no pieces with home peers, in the",
+        ),
+        (
+            replace(plan, weights=(replace(weights[0], peers=2), *weights[1:])),
+            "in pieces on 2 devices with home host, in",
+        ),
     ):
         with pytest.raises(FindingError, match=f"stage planned is broken: .*{sentence}"):
             check_plan(broken, cut.problem, None)

@@ -91,7 +91,9 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
         if weight.peers != expected.peers or weight.home == ("host" if weight.peers else "peers"):
             where = f"in pieces on {weight.peers} devices" if weight.peers else "in no pieces"
-            _broken("planned", f"{weight.name} is planned {where} with home {weight.home}, in the model {expected.peers}")
+            _broken(
+                "planned", f"{weight.name} is planned {where} with home {weight.home}, in the model {expected.peers}"
+            )
         if weight.home == "device":
             continue
         if expected.keep is not None:
