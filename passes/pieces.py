@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Bytes of a part, at most.  Parts of 1 to 2 MiB, of which each rank takes another first, keep ranks from pulling from the
-# same device at a time (DWDP: 1.08 times the rate of large parts).
-PART = 2 << 20
+# Bytes of a stripe: a chunk of the usual size, so a chunk comes from N ranks in N equal parts, of 2 MiB for eight ranks.  Each
+# rank takes another part first, so not all pull from one device at a time (DWDP: 1.08 times the rate).  Smaller parts would
+# start more copies, larger ones would lie on one device for longer.
+STRIPE = 16 << 20
 # Parts begin and end at multiples of this many bytes: copies of an odd number of bytes are much slower, and kernels want 256.
 _ALIGNMENT = 256
 
@@ -28,15 +29,17 @@ class Part(NamedTuple):
 
 def piece_bytes(nbytes: int, ranks: int) -> int:
     """Bytes of each rank's piece of a weight; a multiple of 256."""
-    stripes, rest = divmod(nbytes, ranks * PART)
-    return stripes * PART + _aligned(-(-rest // ranks))
+    part = _part(ranks)
+    stripes, rest = divmod(nbytes, ranks * part)
+    return stripes * part + _aligned(-(-rest // ranks))
 
 
 def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[Part]:
     """What bytes ``[begin, end)`` of a weight consist of: in each stripe from rank ``first`` on, and round."""
-    stripe = ranks * PART
+    part = _part(ranks)
+    stripe = ranks * part
     for start in range(begin // stripe * stripe, end, stripe):
-        length = min(PART, _aligned(-(-(nbytes - start) // ranks)))
+        length = min(part, _aligned(-(-(nbytes - start) // ranks)))
         for i in range(ranks):
             owner = (first + i) % ranks
             lowest = start + owner * length
@@ -51,6 +54,11 @@ def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes
     return end - begin - min(own)
+
+
+def _part(ranks: int) -> int:
+    """Bytes of a part of a whole stripe."""
+    return _aligned(-(-STRIPE // ranks))
 
 
 def _aligned(nbytes: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkflow_compile.passes.pieces import PART, parts, piece_bytes
+from chunkflow_compile.passes.pieces import STRIPE, parts, piece_bytes
 
-SIZES = st.one_of(st.integers(0, 5000), st.integers(0, 40 * PART), st.integers(1, 20).map(lambda n: n * PART))
+SIZES = st.one_of(st.integers(0, 5000), st.integers(0, 5 * STRIPE), st.integers(1, 5).map(lambda n: n * STRIPE))
 
 
 @given(nbytes=SIZES, ranks=st.integers(2, 9), first=st.integers(0, 8), cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
@@ -17,10 +17,10 @@ def test_the_parts_of_a_range(nbytes: int, ranks: int, first: int, cut: tuple[fl
     found = sorted(parts(begin, end, nbytes, ranks, first % ranks), key=lambda p: p.begin)
     at = begin
     for part in found:
-        assert part.begin == at and 0 < part.nbytes <= PART
+        assert part.begin == at and 0 < part.nbytes <= STRIPE // ranks + 256
         at += part.nbytes
         # where the same bytes lie when the whole weight is dealt out
-        assert any(o == part.owner and 0 <= part.begin - b == part.offset - f < PART for o, b, f in whole)
+        assert any(o == part.owner and 0 <= part.begin - b == part.offset - f < STRIPE for o, b, f in whole)
     assert at == end or begin == end
 
 
@@ -38,5 +38,5 @@ def test_a_piece_has_its_parts_and_no_byte_twice(nbytes: int, ranks: int) -> Non
 
 def test_ranks_begin_with_others() -> None:
     """A chunk comes from all ranks in equal parts, from the next rank on."""
-    chunk = [*parts(0, 4 * PART, 16 * PART, 4, first=2)]
-    assert [p.owner for p in chunk] == [2, 3, 0, 1] and {p.nbytes for p in chunk} == {PART}
+    chunk = [*parts(STRIPE, 2 * STRIPE, 4 * STRIPE, 4, first=2)]
+    assert [p.owner for p in chunk] == [2, 3, 0, 1] and {p.nbytes for p in chunk} == {STRIPE // 4}

@@ -1,4 +1,4 @@
-"""Weights in pieces on the devices of two processes: CUDA's handles, pulls in a program and in a graph, an end in turns."""
+"""Weights in pieces on the devices of two replicas: CUDA's handles, pulls in a program and in a graph, ends in turns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ from chunkflow_compile.runtime.cuda_graphs import PASSES
 from .test_captured import on_cuda
 
 SIZE = Size(layers=2, singles=2)
-OPTIONS: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 1 << 12, "lowering": "eager", "memory": "1MiB"}
+OPTIONS: dict[str, Any] = {
+    "min_bytes": 4096,
+    "chunk_bytes": 1 << 12,
+    "lowering": "eager",
+    "memory": "1.5MiB",
+    "hardware": "h100-nvlink",
+}
 
 
 def on_a_card(rank: int, cudagraphs: Any) -> None:
-    model, twin = small_twins("flux", SIZE, degree=2)
+    model, twin = small_twins("flux", SIZE)
     twin.cuda()
     compile(model, device="cuda", peers=True, cudagraphs=cudagraphs, **OPTIONS)
     name = next(n for n, p in twin.named_parameters() if n.startswith("transformer_blocks.1.") and p.nbytes >= 1 << 15)
@@ -52,13 +58,13 @@ def on_a_card(rank: int, cudagraphs: Any) -> None:
     assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("cudagraphs", [False, "collectives"])
+@pytest.mark.parametrize("cudagraphs", [False, True])
 def test_two_processes(cudagraphs: Any, on_ranks: Callable[..., None]) -> None:
     on_ranks(on_a_card, cudagraphs, fresh=True)
 
 
 def sees_another(rank: int) -> None:
-    model, _ = small_twins("wan", SIZE, degree=2)
+    model, _ = small_twins("wan", SIZE)
     with pytest.MonkeyPatch.context() as patch:
         properties = torch.cuda.get_device_properties
         patch.setattr(

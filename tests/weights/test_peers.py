@@ -21,18 +21,18 @@ from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.pieces import Pieces
 
 CPU = torch.device("cpu")
-# A part, far below that of a real weight, so that the stripes of these are several.
-PART = 512
+# Bytes of a stripe, far below those of real weights, so that these have several.
+STRIPE = 1536
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometry, "PART", PART)
+def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "STRIPE", STRIPE)
 
 
 def weights(seed: int) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, generator=g) for n in (1, 64, 1000, 4 * PART, 4 * PART + 3)]
+    return [torch.randn(n, generator=g) for n in (1, 64, 1000, 2 * STRIPE, 2 * STRIPE + 3)]
 
 
 def dealt(count: int, of_rank: Callable[[int], list[torch.Tensor]]) -> list[Any]:
@@ -57,23 +57,23 @@ def pulled(pieces: Pieces, part: slice) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_pulls_every_weight(ranks: int, small_parts: None) -> None:
+def test_every_rank_pulls_every_weight(ranks: int, small_stripes: None) -> None:
     """Any bytes of it, also of sizes that the number of ranks does not divide; all but its own part from the others."""
     for rank, buffers in enumerate(dealt(ranks, lambda _: weights(0))):
         for buffer, plain in zip(buffers, weights(0), strict=True):
             pieces, values = buffer.source, flat_bytes(plain)
             assert isinstance(pieces, Pieces) and pieces.place == rank and pieces.numel() == values.numel()
             assert sum(p.numel() for p in pieces.held) < values.numel() + 256 * ranks
-            for begin, end in ((0, len(values)), (PART - 8, 3 * PART + 12), (len(values) // 3, len(values))):
+            for begin, end in ((0, len(values)), (STRIPE - 8, 3 * STRIPE + 12), (len(values) // 3, len(values))):
                 part = slice(begin, max(begin, min(end, len(values))))
                 assert torch.equal(pulled(pieces, part), values[part])
             own = sum(part.nbytes for part in pieces.parts if part.owner == rank)
             assert pieces.from_others == len(values) - own
-            if len(values) > ranks * PART:
+            if len(values) > 2 * STRIPE:
                 assert 0 < own < 1.3 * len(values) / ranks and pieces.parts[0].owner == (rank + 1) % ranks
 
 
-def test_what_is_written_is_pulled_no_more(small_parts: None) -> None:
+def test_what_is_written_is_pulled_no_more(small_stripes: None) -> None:
     """On the rank that writes it; the others have the values from before, also once its memory is gone."""
     first, second = dealt(2, lambda _: weights(0))
     written = first[-1]
@@ -86,7 +86,7 @@ def test_what_is_written_is_pulled_no_more(small_parts: None) -> None:
         assert torch.equal(pulled(buffer.source, slice(None)), flat_bytes(plain))
 
 
-def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_parts: None) -> None:
+def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_stripes: None) -> None:
     """Such a weight streams from the host on all ranks; one warning on each says so."""
 
     def of_rank(rank: int) -> list[torch.Tensor]:
@@ -124,7 +124,7 @@ def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("rank 1 failed: A piece of 5 weights" in e and "Cannot allocate memory" in e for e in errors), errors
 
 
-def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, small_parts: None) -> None:
+def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, small_stripes: None) -> None:
     """As one left out, or one that was written: no weight is dealt out then."""
     memories = Peers._memories
 
