@@ -28,6 +28,7 @@ from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .peers import Peers
+from .pieces import Pieces
 from .pinning import HostReader
 from .progress import moving
 from .staging import GpuStagings
@@ -313,7 +314,7 @@ class HostStore:
 
 
 def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | None) -> bool:
-    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether all of it is pinned.
+    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether a device can read all of them itself.
 
     ``budget``: most bytes of a store to pin, None for what the machine leaves.
     Ranks that share memory pin the same weights, the first ones that find room, and begin at different ones: where two pin
@@ -334,7 +335,7 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
     for buffer in todo:
         if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
             buffer.store.disable_pinning(buffer, rooms[buffer.store].why)
-    return all(buffer.pinned for buffer in buffers)
+    return all(buffer.pinned or isinstance(buffer.source_now, Pieces) for buffer in buffers)
 
 
 @contextlib.contextmanager
