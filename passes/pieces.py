@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Bytes of a stripe: a chunk of the usual size, so a chunk comes from N ranks in N equal parts, of 2 MiB for eight ranks.  Each
+# Bytes of a stripe: a chunk of the usual size, so a chunk comes from N ranks in N equal parts, of 2 MiB for eight.  Each
 # rank takes another part first, so not all pull from one device at a time (DWDP: 1.08 times the rate).  Smaller parts would
 # start more copies, larger ones would lie on one device for longer.
 STRIPE = 16 << 20
