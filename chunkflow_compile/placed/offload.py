@@ -124,6 +124,8 @@ def offload(
             placement.move(weights, dtype_of, node, on_drive)
             if filled:  # each rank writes its own
                 placement.move(filled, dtype_of)
+            for buffer in placement.store.buffers:
+                buffer.to_deal = meeting is not None
     try:
         placement.carry(named_leaves(root), dtype_of)
         align(root)

@@ -76,6 +76,8 @@ class Peers:
         Raises ChunkflowError if the ranks name other weights, if one has no room, or has ended.
         """
         self._check_same(buffers)
+        if not buffers:
+            return
         versions = [buffer.version for buffer in buffers]  # before the values are read
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
@@ -93,7 +95,7 @@ class Peers:
                 min(everywhere),
             )
         for buffer, pieces in zip(buffers, dealt, strict=True):
-            buffer.pieces, buffer.dealt = None if buffer.name in everywhere else pieces, True
+            buffer.pieces = None if buffer.name in everywhere else pieces
 
     def _check_same(self, buffers: Sequence[HostBuffer]) -> None:
         """Raise ChunkflowError, on all ranks, if they deal out other weights."""
@@ -103,9 +105,10 @@ class Peers:
         for rank, (other, count, name) in zip(self._node.ranks, found, strict=True):
             if other != found[0][0]:
                 first = self._node.ranks[0]
+                here, there = (f", from {n} on," if n else "" for n in (name, found[0][2]))
                 raise ChunkflowError(
-                    f"Rank {rank} puts {count} weights, from {name} on, on the devices of the peers, and rank {first} puts "
-                    f"{found[0][1]}, from {found[0][2]} on. Give all ranks the same model, options and version of ChunkFlow."
+                    f"Rank {rank} puts {count} weights{here} on the devices of the peers, and rank {first} puts "
+                    f"{found[0][1]}{there.rstrip(',')}. Give all ranks the same model, options and version of ChunkFlow."
                 )
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:
