@@ -75,6 +75,11 @@ class Peers:
         One whose values differ between ranks is not dealt out, on any rank.
         Raises ChunkflowError if the ranks name other weights, if one has no room, or has ended.
         """
+        if not self._node.meets:
+            raise ChunkflowError(
+                "These weights can go to the devices of the ranks no more, because a rank has failed or ended while they "
+                "did: call chunkflow_compile.restore(model) on each rank, and place the model again."
+            )
         self._check_same(buffers)
         if not buffers:
             return
