@@ -351,7 +351,7 @@ class HostBuffer:
         """Have the bytes there from now on."""
         with self._lock:
             if self.is_packed != (backing.packed is not None):
-                self.is_packed, self._resident = not self.is_packed, None
+                self.is_packed, self._resident, self.pieces = not self.is_packed, None, None
             self._backing = backing
 
     @property
