@@ -90,7 +90,7 @@ class Peers:
             Pieces(pieces, self.place, buffer.nbytes, version, 0, buffer.nbytes)
             for buffer, pieces, version in zip(buffers, held, versions, strict=True)
         ]
-        differ = [b.name for b, pieces in zip(buffers, dealt, strict=True) if not self._same(b, pieces)]
+        differ = [b.name for b, pieces in zip(buffers, dealt, strict=True) if not self.same(b, pieces)]
         everywhere = {name for names in self._node.gather(differ) for name in names}
         if everywhere:
             _log.warning(
@@ -159,7 +159,7 @@ class Peers:
         self._node.gather(None, error)
         return opened
 
-    def _same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
+    def same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
         """Whether the pieces have the values that this rank has."""
         return all(
             torch.equal(pieces.held[part.owner].narrow(0, part.offset, part.nbytes), values.to(self._device))
