@@ -122,10 +122,10 @@ def offload(
         with compile_lock:
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
-            if filled:  # each rank writes its own
-                placement.move(filled, dtype_of)
             for buffer in placement.store.buffers:
                 buffer.to_deal = meeting is not None
+            if filled:  # each rank writes its own
+                placement.move(filled, dtype_of)
     try:
         placement.carry(named_leaves(root), dtype_of)
         align(root)
