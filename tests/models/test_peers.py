@@ -296,7 +296,7 @@ def changes(rank: int) -> None:
     dealt, names = in_pieces(model), sorted(in_pieces(model))
 
     def loads(each: nn.Module) -> None:
-        each.load_state_dict({n: 0.5 * v if n == names[1] else v for n, v in twin.state_dict().items()})
+        each.load_state_dict({n: v.clone() * (0.5 if n == names[1] else 1) for n, v in each.state_dict().items()})
 
     def through_a_view(each: nn.Module) -> None:
         each.state_dict()[names[2]].numpy()[:] *= 2
