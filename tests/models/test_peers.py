@@ -69,7 +69,9 @@ def check_bytes(model: nn.Module) -> None:
         for run in runs(weight.windows):
             if run.window is not None:
                 begin, end = plan.span(weight, run.first, run.end)
-                owners = [part.owner for part in parts(begin, end, weight.nbytes, weight.peers) for _ in range(part.nbytes)]
+                owners = [
+                    part.owner for part in parts(begin, end, weight.nbytes, weight.peers) for _ in range(part.nbytes)
+                ]
                 has = [owners.count(rank) for rank in range(weight.peers)]
                 most, own = most + end - begin - min(has), own + end - begin - has[dist.get_rank()]
     assert (newest.pulled_bytes, plan.pulled_bytes) == (own, most)
