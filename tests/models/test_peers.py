@@ -23,6 +23,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, enable_adapters, offload, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs
+from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.passes.pieces import parts
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.placed.placement import placement_of
@@ -268,9 +269,15 @@ def test_a_machine_without_peer_access(on_ranks: Callable[..., None], caplog: py
 
 
 def other_budgets(rank: int, profile: str) -> None:
-    """One rank chooses pieces and the other none: one sentence on both, in each call, and the models can be restored."""
+    """Too little for the pieces of all parts is refused.  Where one rank chooses pieces and the other none, both say so in
+    each call, and the models can be restored."""
     model, twin = small_twins("wan", SIZE)
     options = {**{k: v for k, v in EAGER.items() if k != "slowdown"}, "hardware": profile}
+    run = chunkflow_compile.compile(model, peers=True, memory="420KiB", **options)
+    with pytest.raises(ChunkflowError, match="too little for peers=True: this rank's pieces of weights take"):
+        run(**inputs_of("wan", 0))
+    restore(model)
+    uncompile(model)
     run = chunkflow_compile.compile(model, peers="auto", memory="2MiB" if rank else "420KiB", **options)
     for seed in range(2):
         with pytest.raises(
