@@ -115,7 +115,8 @@ def offload(
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:
-        meeting = None if group is None else Peers.meet(group, target)
+        dealt = [(names[0], weight.numel() * dtype_of(names[0], weight).itemsize) for names, weight in weights]
+        meeting = None if group is None else Peers.meet(group, target, dealt)
         placement = Placement.on(root, target, min_bytes)
         placement.store.bound, placement.pack = bound, pack
         placement.store.peers, placement.peers = meeting, peers

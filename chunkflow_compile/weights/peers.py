@@ -44,8 +44,11 @@ class Peers:
             self._check_access()
 
     @staticmethod
-    def meet(group: Group, device: torch.device) -> Peers:
-        """All ranks of the group call it.  Raises ChunkflowError if one does not, or if they are not all on this machine."""
+    def meet(group: Group, device: torch.device, weights: Sequence[tuple[str, int]]) -> Peers:
+        """All ranks of the group call it.  ``weights``: names and bytes of those that they place.
+
+        Raises ChunkflowError if one does not call it, or names other weights, or if they are not all on this machine.
+        """
         node = rendezvous(group)
         if node is None or len(node.ranks) < len(group.ranks):
             found = (group.rank,) if node is None else node.ranks
@@ -58,7 +61,9 @@ class Peers:
                 "machine."
             )
         try:
-            return Peers(node, device)
+            peers = Peers(node, device)
+            peers._check_same(weights)
+            return peers
         except BaseException as error:
             node.close(error)
             raise
@@ -80,7 +85,7 @@ class Peers:
                 "These weights can go to the devices of the ranks no more, because a rank has failed or ended while they "
                 "did: call chunkflow_compile.restore(model) on each rank, and place the model again."
             )
-        self._check_same(buffers)
+        self._check_same([(buffer.name, buffer.nbytes) for buffer in buffers])
         if not buffers:
             return
         versions = [buffer.version for buffer in buffers]  # before the values are read
@@ -102,10 +107,9 @@ class Peers:
         for buffer, pieces in zip(buffers, dealt, strict=True):
             buffer.pieces = None if buffer.name in everywhere else pieces
 
-    def _check_same(self, buffers: Sequence[HostBuffer]) -> None:
-        """Raise ChunkflowError, on all ranks, if they deal out other weights."""
-        kinds = [(buffer.name, buffer.nbytes) for buffer in buffers]
-        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
+    def _check_same(self, kinds: Sequence[tuple[str, int]]) -> None:
+        """Raise ChunkflowError, on all ranks, if they deal out other weights.  ``kinds``: their names and bytes."""
+        digest = hashlib.sha256(repr([*kinds]).encode()).hexdigest()
         found = self._node.gather([digest, len(kinds), kinds[0][0] if kinds else ""])
         for rank, (other, count, name) in zip(self._node.ranks, found, strict=True):
             if other != found[0][0]:

@@ -147,12 +147,16 @@ def test_ranks_that_deal_nothing() -> None:
     """They meet, and one that deals something is told."""
     assert dealt(2, lambda _: []) == [[], []]
     for error in dealt(2, lambda rank: weights(0)[: 5 * rank]):
-        assert str(error).startswith("Rank 1 puts 5 weights, from w0 on, on the devices of the peers, and rank 0 puts 0. G")
+        assert str(error).startswith(
+            "Rank 1 puts 5 weights, from w0 on, on the devices of the peers, and rank 0 puts 0. G"
+        )
 
 
 def test_a_weight_that_is_unpacked() -> None:
     """Its pieces have the packed bytes."""
-    models = [offload(stack(layers=2).to(torch.bfloat16).requires_grad_(False), min_bytes=1024, pack=True) for _ in range(2)]
+    models = [
+        offload(stack(layers=2).to(torch.bfloat16).requires_grad_(False), min_bytes=1024, pack=True) for _ in range(2)
+    ]
     name, plain = "blocks.0.up.weight", stack(layers=2).to(torch.bfloat16).blocks[0].up.weight.detach()
 
     def deal(node: Any) -> HostBuffer:
