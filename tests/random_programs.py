@@ -20,7 +20,9 @@ from torch import nn
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.pieces import parts, piece_bytes
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import Builder
 from chunkflow_compile.passes.placement.schedule import transfers
@@ -34,6 +36,8 @@ from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes
+from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.source import Source
 
 CHUNK = 512
 MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
@@ -183,7 +187,11 @@ class Runs:
             memory.fill_(255)
         slots = {w.name: memory.narrow(0, w.offset or 0, w.nbytes) for w in plan.streamed}
         values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in names}
-        return Binding(arena, values, slots, {n: flat_bytes(self.weights[n]) for n in slots}, *more)
+        return Binding(arena, values, slots, {n: self.source(n) for n in slots}, *more)
+
+    def source(self, name: str) -> Source:
+        """The bytes of a weight that its copies read."""
+        return flat_bytes(self.weights[name])
 
     def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
         """The inputs of the traced graph: the activation, and a placeholder for each weight."""
@@ -219,6 +227,30 @@ class Bench(Runs):
         """An executor that poisons evicted weights."""
         binding = self.bind(arena, program.plan, (w.name for w in program.plan.weights))
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True)
+
+
+class PeersBench(Bench):
+    """A bench with some of its weights in pieces on the devices of ranks, of which this is one."""
+
+    def __init__(self, spec: Spec, chosen: Choices) -> None:
+        super().__init__(spec)
+        rng = random.Random(chosen.seed)
+        ranks = rng.randint(2, 4)
+        names = [name for name in sorted(streamable(self.cut)) if rng.random() < 0.6]
+        self.cut = on_peers(self.cut, names, ranks)
+        self.pieces = {name: _dealt(flat_bytes(self.weights[name]), ranks, rng.randrange(ranks)) for name in names}
+
+    def source(self, name: str) -> Source:
+        return self.pieces.get(name, super().source(name))
+
+
+def _dealt(values: torch.Tensor, ranks: int, place: int) -> Pieces:
+    """The pieces of a weight, as the rank at ``place`` maps them."""
+    nbytes = values.numel()
+    held = [torch.full((piece_bytes(nbytes, ranks),), 255, dtype=torch.uint8) for _ in range(ranks)]
+    for part in parts(0, nbytes, nbytes, ranks):
+        held[part.owner].narrow(0, part.offset, part.nbytes).copy_(values.narrow(0, part.begin, part.nbytes))
+    return Pieces(held, place, nbytes, 0, 0, nbytes)
 
 
 def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan:

@@ -195,6 +195,7 @@ class Turns:
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
             buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
+            buffer.to_deal = name in code.on_peers and buffer.pieces is None
         self._current.code = code
 
     def _hold_pace(self) -> LinkLoad | None:

@@ -63,6 +63,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import STAGES, Pack, StageName
+from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import Settings, Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
@@ -190,6 +191,7 @@ def _compiler(
         min_bytes=min_bytes,
         report=str if placement is None or placement.progress is None else placement.progress.say,
         room=None if placement is None else placement.room,
+        pieces=_pieces_elsewhere(placement, buffers) if part else 0,
     )
 
 
@@ -221,7 +223,8 @@ class _Compiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
 
     ``index``: of the model around its weights.  ``report``: called with what is being done.  ``room``: bytes of the model's
-    weights that may come to be on the device, None if that is not known.
+    weights that may come to be on the device, None if that is not known.  ``pieces``: bytes of this rank's pieces of weights
+    that other parts of the model read.
     """
 
     chosen: Options
@@ -232,6 +235,7 @@ class _Compiler:
     min_bytes: int
     report: Callable[[str], object]
     room: int | None = None
+    pieces: int = 0
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
         with dynamo_timed("chunkflow.program"):
@@ -255,6 +259,7 @@ class _Compiler:
         stage, folder = make()
         program = stage.program
         assert program is not None and stage.cut is not None
+        self._refuse_pieces(program)
         with dynamo_timed("chunkflow.lowering"):
             regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
         for note in notes:
@@ -281,6 +286,19 @@ class _Compiler:
         codes = Codes(code, traced, Goal.of(chosen.settings(), code.cut))
         moved = HostConstants(self.device, tables)
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
+
+    def _refuse_pieces(self, program: Program) -> None:
+        """Raise ChunkflowError if the budget has no room for the pieces of the weights of all parts."""
+        memory, chosen = self.settings.memory, self.chosen
+        if not self.pieces or memory is None:
+            return
+        outside = self.settings.outside + self.pieces
+        if memory < (least := least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)):
+            raise ChunkflowError(
+                f"memory={size(memory)} is too little for peers=True: this rank's pieces of weights take "
+                f"{size(self.pieces + program.problem.piece_bytes)} of it. Give memory={enough(least)!r} or more, or "
+                "place the model with peers='auto'."
+            )
 
 
 def _lower_again(
@@ -321,6 +339,14 @@ def _peers(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]
         return {}
     dealt = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
     return {"peers": dealt or placement.peers, "ranks": placement.store.peers.ranks}
+
+
+def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]) -> int:
+    """Bytes of this rank's pieces of weights other than ``buffers``, of a model of which all go to the ranks' devices."""
+    if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
+        return 0
+    others = set(placement.store.buffers) - set(buffers.values())
+    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.to_deal or b.pieces is not None)
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

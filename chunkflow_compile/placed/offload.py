@@ -115,13 +115,16 @@ def offload(
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:
-        meeting = None if group is None else Peers.meet(group, target)
+        dealt = [(names[0], weight.numel() * dtype_of(names[0], weight).itemsize) for names, weight in weights]
+        meeting = None if group is None else Peers.meet(group, target, dealt)
         placement = Placement.on(root, target, min_bytes)
         placement.store.bound, placement.pack = bound, pack
         placement.store.peers, placement.peers = meeting, peers
         with compile_lock:
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
+            for buffer in placement.store.buffers:
+                buffer.to_deal = meeting is not None
             if filled:  # each rank writes its own
                 placement.move(filled, dtype_of)
     try:

@@ -209,15 +209,18 @@ class CompiledGraph:
 
 
 def _dealt(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> frozenset[str]:
-    """The names of the weights on the devices of the ranks, to which those ``wanted`` are dealt out first, once.
+    """The names of the weights on the devices of the ranks, to which those ``wanted`` are dealt out first.
 
-    All ranks come here in the same order, with the same weights.
+    All ranks come here in the same order, with the weights that they placed together, and meet also if one wants none of
+    them.  After that no rank comes back to wait: not for those that it did not want, nor for a weight that came later.
     """
     buffers = {name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None}
-    todo = {name: buffer for name, buffer in buffers.items() if name in wanted and not buffer.dealt}
+    todo = {name: buffer for name, buffer in buffers.items() if buffer.to_deal}
     for peers in dict.fromkeys(buffer.store.peers for buffer in todo.values()):
         if peers is not None:
-            peers.deal([buffer for buffer in todo.values() if buffer.store.peers is peers])
+            peers.deal([b for name, b in todo.items() if name in wanted and b.store.peers is peers])
+    for buffer in todo.values():
+        buffer.to_deal = False
     return frozenset(name for name, buffer in buffers.items() if buffer.pieces is not None)
 
 

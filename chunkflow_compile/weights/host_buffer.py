@@ -71,7 +71,8 @@ class HostBuffer:
     ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
     tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
     gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
-    any other.  ``pieces``: those that were dealt to the ranks of a node, None for none; ``dealt``: whether there were any.
+    any other.  ``pieces``: those that were dealt to the ranks of a node, None for none; ``to_deal``: whether these
+    ranks still meet for that, when the first program starts on it.
     ``is_packed``: whether ``packed`` has the values; ``packable``: whether :meth:`pack` may pack them, which have whole pages
     of their own then.
     """
@@ -84,7 +85,7 @@ class HostBuffer:
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
         self.pieces: Pieces | None = None
-        self.dealt = False
+        self.to_deal = False
         self._backing = Backing(host) if backing is None else backing  # only _back changes it
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = threading.Lock()  # for what reads the form of the values, and what changes it
@@ -107,7 +108,7 @@ class HostBuffer:
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
-        self._store = self.pieces = None
+        self._store, self.pieces, self.to_deal = None, None, False
         if (life := self.life) is not None:
             del life.in_store
 
@@ -350,7 +351,7 @@ class HostBuffer:
         """Have the bytes there from now on."""
         with self._lock:
             if self.is_packed != (backing.packed is not None):
-                self.is_packed, self._resident = not self.is_packed, None
+                self.is_packed, self._resident, self.pieces = not self.is_packed, None, None
             self._backing = backing
 
     @property

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -194,14 +194,17 @@ class HostStore:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
 
         A pointer, a NumPy array or a collective may have written it, and no version tells.  Warns once of those that are
-        still in use.
+        still in use.  One that is no longer, as after a model was saved, keeps its pieces if they have its values.
         """
         exported, self.exported = self.exported, []
         for tensor, ref in exported:
             if (buffer := ref()) is not None:
+                pieces = buffer.source_now
                 buffer.written += 1
                 if tensor() is not None:
                     self.exported.append((tensor, ref))
+                elif isinstance(pieces, Pieces) and self.peers is not None and self.peers.same(buffer, pieces):
+                    buffer.pieces = replace(pieces, version=buffer.version)
         if self.exported and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(

@@ -44,8 +44,11 @@ class Peers:
             self._check_access()
 
     @staticmethod
-    def meet(group: Group, device: torch.device) -> Peers:
-        """All ranks of the group call it.  Raises ChunkflowError if one does not, or if they are not all on this machine."""
+    def meet(group: Group, device: torch.device, weights: Sequence[tuple[str, int]]) -> Peers:
+        """All ranks of the group call it.  ``weights``: names and bytes of those that they place.
+
+        Raises ChunkflowError if one does not call it, or names other weights, or if they are not all on this machine.
+        """
         node = rendezvous(group)
         if node is None or len(node.ranks) < len(group.ranks):
             found = (group.rank,) if node is None else node.ranks
@@ -58,7 +61,9 @@ class Peers:
                 "machine."
             )
         try:
-            return Peers(node, device)
+            peers = Peers(node, device)
+            peers._check_same(weights)
+            return peers
         except BaseException as error:
             node.close(error)
             raise
@@ -75,7 +80,14 @@ class Peers:
         One whose values differ between ranks is not dealt out, on any rank.
         Raises ChunkflowError if the ranks name other weights, if one has no room, or has ended.
         """
-        self._check_same(buffers)
+        if not self._node.meets:
+            raise ChunkflowError(
+                "These weights can go to the devices of the ranks no more, because a rank has failed or ended while they "
+                "did: call chunkflow_compile.restore(model) on each rank, and place the model again."
+            )
+        self._check_same([(buffer.name, buffer.nbytes) for buffer in buffers])
+        if not buffers:
+            return
         versions = [buffer.version for buffer in buffers]  # before the values are read
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
@@ -83,7 +95,7 @@ class Peers:
             Pieces(pieces, self.place, buffer.nbytes, version, 0, buffer.nbytes)
             for buffer, pieces, version in zip(buffers, held, versions, strict=True)
         ]
-        differ = [b.name for b, pieces in zip(buffers, dealt, strict=True) if not self._same(b, pieces)]
+        differ = [b.name for b, pieces in zip(buffers, dealt, strict=True) if not self.same(b, pieces)]
         everywhere = {name for names in self._node.gather(differ) for name in names}
         if everywhere:
             _log.warning(
@@ -93,19 +105,19 @@ class Peers:
                 min(everywhere),
             )
         for buffer, pieces in zip(buffers, dealt, strict=True):
-            buffer.pieces, buffer.dealt = None if buffer.name in everywhere else pieces, True
+            buffer.pieces = None if buffer.name in everywhere else pieces
 
-    def _check_same(self, buffers: Sequence[HostBuffer]) -> None:
-        """Raise ChunkflowError, on all ranks, if they deal out other weights."""
-        kinds = [(buffer.name, buffer.nbytes) for buffer in buffers]
-        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
+    def _check_same(self, kinds: Sequence[tuple[str, int]]) -> None:
+        """Raise ChunkflowError, on all ranks, if they deal out other weights.  ``kinds``: their names and bytes."""
+        digest = hashlib.sha256(repr([*kinds]).encode()).hexdigest()
         found = self._node.gather([digest, len(kinds), kinds[0][0] if kinds else ""])
         for rank, (other, count, name) in zip(self._node.ranks, found, strict=True):
             if other != found[0][0]:
                 first = self._node.ranks[0]
+                here, there = (f", from {n} on," if n else "" for n in (name, found[0][2]))
                 raise ChunkflowError(
-                    f"Rank {rank} puts {count} weights, from {name} on, on the devices of the peers, and rank {first} puts "
-                    f"{found[0][1]}, from {found[0][2]} on. Give all ranks the same model, options and version of ChunkFlow."
+                    f"Rank {rank} puts {count} weights{here} on the devices of the peers, and rank {first} puts "
+                    f"{found[0][1]}{there.rstrip(',')}. Give all ranks the same model, options and version of ChunkFlow."
                 )
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -151,7 +163,7 @@ class Peers:
         self._node.gather(None, error)
         return opened
 
-    def _same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
+    def same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
         """Whether the pieces have the values that this rank has."""
         return all(
             torch.equal(pieces.held[part.owner].narrow(0, part.offset, part.nbytes), values.to(self._device))

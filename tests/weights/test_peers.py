@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import small_twins
+from helpers import small_twins, stack
 from test_node import LOG, said, several, together
 
 from chunkflow_compile import ChunkflowError, offload, restore
@@ -16,7 +16,7 @@ from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.passes import pieces as geometry
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.bytes import flat_bytes
-from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.pieces import Pieces
 
@@ -122,6 +122,54 @@ def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peers, "_allocated", short)
     errors = [str(error) for error in dealt(3, lambda _: weights(0))]
     assert all("rank 1 failed: A piece of 5 weights" in e and "Cannot allocate memory" in e for e in errors), errors
+
+
+def test_after_a_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further call says what to do."""
+
+    def full(self: Peers, nbytes: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(Peers, "_allocated", full)
+
+    def twice(node: Any) -> str:
+        peers = Peers(node, CPU)
+        with pytest.raises(ChunkflowError, match="rank 0 failed: A piece of 5 weights"):
+            peers.deal([HostBuffer(w) for w in weights(0)])
+        with pytest.raises(ChunkflowError, match=r"a rank has failed .* call chunkflow_compile\.restore\(model\)"):
+            peers.deal([HostBuffer(w) for w in weights(0)])
+        return "said"
+
+    assert together(several(2), twice) == ["said", "said"]
+
+
+def test_ranks_that_deal_nothing() -> None:
+    """They meet, and one that deals something is told."""
+    assert dealt(2, lambda _: []) == [[], []]
+    for error in dealt(2, lambda rank: weights(0)[: 5 * rank]):
+        assert str(error).startswith(
+            "Rank 1 puts 5 weights, from w0 on, on the devices of the peers, and rank 0 puts 0. G"
+        )
+
+
+def test_a_weight_that_is_unpacked() -> None:
+    """Its pieces have the packed bytes."""
+    models = [
+        offload(stack(layers=2).to(torch.bfloat16).requires_grad_(False), min_bytes=1024, pack=True) for _ in range(2)
+    ]
+    name, plain = "blocks.0.up.weight", stack(layers=2).to(torch.bfloat16).blocks[0].up.weight.detach()
+
+    def deal(node: Any) -> HostBuffer:
+        found = buffer_of(models[node.rank].get_parameter(name))
+        assert found is not None
+        with node:
+            Peers(node, CPU).deal([found])
+        return found
+
+    for buffer in together(several(2), deal):
+        assert isinstance(buffer.source, Pieces) and buffer.source.numel() == buffer.nbytes < plain.nbytes
+        buffer.unpack()
+        assert isinstance(buffer.source, torch.Tensor) and torch.equal(buffer.source, flat_bytes(plain))
 
 
 def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, small_stripes: None) -> None:

@@ -1,0 +1,141 @@
+"""Races of programs whose weights come from three homes: the device, the host, and pieces on the devices of ranks.
+
+A legal program computes the model's own numbers, bit for bit, on every schedule, and nothing but the pieces as they were
+dealt gives them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import listed
+from random_programs import Choices, PeersBench, Spec, choices, examples, specs
+from schedules import goes_wrong, matches
+
+from chunkflow_compile.passes import pieces as geometry
+from chunkflow_compile.passes.plan import Plan, runs
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.verify import verify
+from chunkflow_compile.weights.pieces import Pieces
+
+STEPS = 3
+
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.usefixtures("small_stripes")]
+
+
+@pytest.fixture
+def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights have several stripes, and chunks begin and end within parts."""
+    monkeypatch.setattr(geometry, "STRIPE", 1536)
+
+
+@pytest.mark.parametrize("programs", [20, pytest.param(300, marks=pytest.mark.long)])
+def test_random_programs_with_three_homes(programs: int, record_property: Callable[[str, object], None]) -> None:
+    count: Counter[str] = Counter()
+    seen: set[str] = set()
+
+    @examples(200, 120)
+    @given(specs, st.lists(choices, min_size=10, max_size=10))
+    def check_all(spec: Spec, plans: list[Choices]) -> None:
+        for chosen in plans:
+            if len(seen) >= programs:
+                return
+            found = PeersBench(spec, chosen)
+            program = found.program(chosen)
+            if program.plan.digest in seen:
+                continue
+            seen.add(program.plan.digest)
+            verify(program)
+            count["runs"] += matches(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            count.update(w.home for w in program.plan.weights)
+
+    check_all()
+    assert len(seen) == programs and min(count[home] for home in ("device", "host", "peers")) > programs / 2
+    record_property("counts", f"{programs} different programs of three homes: {count['runs']} runs, 0 mismatches")
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutOne(Pieces):
+    """Brings nothing from the piece of ``gone``."""
+
+    gone: int = 0
+
+    def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part, copy in zip(self.parts, super().copies(target), strict=True):
+            if part.owner != self.gone:
+                yield copy
+
+
+@dataclass(frozen=True, eq=False)
+class FreedEarly(Pieces):
+    """The piece of ``gone`` is another's memory after the first copy from it."""
+
+    gone: int = 0
+
+    def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from super().copies(target)
+        if any(part.owner == self.gone for part in self.parts):
+            self.held[self.gone].fill_(255)
+
+
+def left_out(pieces: Pieces, owner: int) -> Pieces:
+    return WithoutOne(**vars(pieces), gone=owner)
+
+
+def freed_early(pieces: Pieces, owner: int) -> Pieces:
+    return FreedEarly(**vars(pieces), gone=owner)
+
+
+def in_another_order(pieces: Pieces, owner: int) -> Pieces:
+    held = [*pieces.held]
+    other = (owner + 1) % len(held)
+    held[owner], held[other] = held[other], held[owner]
+    return replace(pieces, held=held)
+
+
+def written_after_it_was_dealt(pieces: Pieces, owner: int) -> Pieces:
+    held = [piece.clone() for piece in pieces.held]
+    held[owner].view(torch.float32).mul_(2)
+    return replace(pieces, held=held)
+
+
+def pulled_from(plan: Plan, found: PeersBench) -> list[tuple[str, int]]:
+    """The weights that come from pieces in every step, and owners of the bytes."""
+    pulled = set[tuple[str, int]]()
+    for weight in plan.streamed:
+        for run in runs(weight.windows) if weight.home == "peers" else ():
+            if run.window is not None:
+                source = found.pieces[weight.name][slice(*plan.span(weight, run.first, run.end))]
+                pulled |= {(weight.name, part.owner) for part in source.parts}
+    return sorted(pulled)
+
+
+@pytest.mark.parametrize("mutant", [left_out, freed_early, in_another_order, written_after_it_was_dealt])
+def test_nothing_else_than_the_pieces_is_right(
+    mutant: Callable[[Pieces, int], Pieces], record_property: Callable[[str, object], None]
+) -> None:
+    """One piece of one weight is another than the one that was dealt: every time, a schedule shows a wrong number."""
+    count: Counter[str] = Counter()
+
+    @examples(210, 8)
+    @given(specs, choices)
+    def check_all(spec: Spec, chosen: Choices) -> None:
+        found = PeersBench(spec, chosen)
+        program: Program = found.program(chosen)
+        if pulled := pulled_from(program.plan, found):
+            name, owner = random.Random(chosen.seed).choice(pulled)
+            found.pieces[name] = mutant(found.pieces[name], owner)
+            shown = goes_wrong(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            assert shown, (name, owner)
+            count.update(mutants=1, **{shown: 1})
+
+    check_all()
+    assert count["mutants"] >= 4
+    record_property("counts", f"{mutant.__name__}: {listed(count)}")
