@@ -264,6 +264,7 @@ def copy_on_own_time(rank: int, *args: Any) -> None:
         calibrate._copy_together(rank, *args)
 
 
+@pytest.mark.long
 def test_ranks_that_copy_at_once(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     monkeypatch.setattr(calibrate, "_copy_together", copy_on_own_time)
     ((figure, rate, how),) = calibrate._together(torch.device("cpu"), None, 2)
