@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from chunkflow_compile.weights.pieces import Pieces
-from chunkflow_compile.weights.source import copies_of
 
 Object = TypeVar("Object")
 
@@ -85,8 +84,11 @@ class TorchCuda:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor | Pieces) -> None:
         """Enqueue a copy from the host, or from the devices of the ranks, on the current stream."""
-        for part, values in copies_of(target, source):
-            part.copy_(values, non_blocking=True)
+        if isinstance(source, Pieces):
+            for part, values in source.copies(target):
+                part.copy_(values, non_blocking=True)
+        else:
+            target.copy_(source, non_blocking=True)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""

@@ -53,7 +53,15 @@ class Pieces:
         """How many of the bytes other ranks have."""
         return sum(part.nbytes for part in self.parts if part.owner != self.place)
 
+    @cached_property
+    def _sources(self) -> tuple[tuple[slice, torch.Tensor], ...]:
+        """Where the bytes of each part go, and the bytes: made once, because every step copies them."""
+        return tuple(
+            (slice(begin - self.begin, begin - self.begin + nbytes), self.held[owner].narrow(0, offset, nbytes))
+            for owner, begin, offset, nbytes in self.parts
+        )
+
     def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The copies that bring the bytes into ``target`` (uint8, of as many): of each its target and its source."""
-        for owner, begin, offset, nbytes in self.parts:
-            yield target.narrow(0, begin - self.begin, nbytes), self.held[owner].narrow(0, offset, nbytes)
+        for where, source in self._sources:
+            yield target[where], source

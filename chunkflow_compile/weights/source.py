@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -165,11 +164,8 @@ def take(target: torch.Tensor, source: Source) -> None:
     """Copy bytes into host memory (uint8, equal sizes) on the calling thread, wherever they are."""
     if isinstance(source, DriveBytes):
         source.read(target)
-        return
-    for part, values in copies_of(target, source):
-        copy_host_bytes(part, values)
-
-
-def copies_of(target: torch.Tensor, source: torch.Tensor | Pieces) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies that bring the bytes of a source, none of them on the drive, into ``target`` (uint8, equal sizes)."""
-    return source.copies(target) if isinstance(source, Pieces) else [(target, source)]
+    elif isinstance(source, Pieces):
+        for part, values in source.copies(target):
+            copy_host_bytes(part, values)
+    else:
+        copy_host_bytes(target, source)
