@@ -211,6 +211,11 @@ class Hardware:
         own = 2 * (nbytes - from_others) / self.memory_rate
         return from_others / self.peer_bandwidth + own + pulls * self.chunk_s
 
+    def check_peers(self, ranks: int) -> None:
+        """Raise ChunkflowError if so many ranks are to have weights on the devices of each other and cannot."""
+        if why := self.why_no_peers(ranks):
+            raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
+
     def why_no_peers(self, ranks: int) -> str:
         """Why none of so many ranks can have weights on the devices of the others, as a sentence; empty if they can."""
         if ranks < 2:

@@ -220,10 +220,9 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
         return settings.peers & streamable(finest)
     if not settings.peers:
         return frozenset()
-    why = settings.hardware.why_no_peers(settings.ranks)
-    if why and settings.peers is True:
-        raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
-    if why:
+    if settings.peers is True:
+        settings.hardware.check_peers(settings.ranks)
+    elif settings.hardware.why_no_peers(settings.ranks):
         return frozenset()
     if settings.plan is not None:
         return peers_of(finest, settings.plan)

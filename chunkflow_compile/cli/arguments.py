@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import get_args
+from typing import Literal, get_args
 
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.hardware.profiles import profile_names
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, OnPeers, Pack, Yield
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Yield
 from chunkflow_compile.units import enough
 
 # The machines of plans if none is named: of one model, and of a whole pipeline on one card.
 MACHINE, CARD = "h100-pcie-x2", "rtx-4090-pcie"
-PACK: dict[str, Pack] = {"no": False, "yes": True, "auto": "auto"}
-PEERS: dict[str, OnPeers] = {"no": False, "yes": True, "auto": "auto"}
+# What the values of --pack and --peers mean.
+FORMS: dict[str, Literal[False, True, "auto"]] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 SIZES = {
     "frames": "frames of video",
@@ -57,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
         "weights in equal pieces on the devices of the P ranks, which pull them from each other: all, or those with which a "
         "step within --memory is shorter, or else fewer bytes are enough for --slowdown (default no)"
     )
-    add("--peers", nargs="?", choices=tuple(PEERS), const="yes", default="no", help=pieces)
+    add("--peers", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=pieces)
     if or_blocks:
         regional = (
             "the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted"
@@ -103,12 +103,12 @@ def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
-    """Add the option of packed weights; ``PACK`` has what its values mean."""
+    """Add the option of packed weights; ``FORMS`` has what its values mean."""
     which = (
         "weights in bfloat16 packed without loss, in three quarters of their bytes: all that can be, or those with which a "
         "step within --memory is shorter (default no)"
     )
-    parser.add_argument("--pack", nargs="?", choices=tuple(PACK), const="yes", default="no", help=which)
+    parser.add_argument("--pack", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=which)
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes, size
 
-from .arguments import CARD, PACK, sizes_given
+from .arguments import CARD, FORMS, sizes_given
 from .output import Progress, say, write_json
 from .target import machine, shown
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(len(pipeline.encoders) + 3)
     fused = arguments.lowering == "inductor"
     components = [
-        replace(component, pack=PACK[arguments.pack])
+        replace(component, pack=FORMS[arguments.pack])
         for component in _components(pipeline, sizes, steps, hardware, fused, progress)
     ]
     with progress.phase("planning"):

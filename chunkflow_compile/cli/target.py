@@ -29,7 +29,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-from .arguments import MACHINE, PACK, PEERS, add_model, sizes_given
+from .arguments import FORMS, MACHINE, add_model, sizes_given
 from .output import Progress, save_traceback
 
 
@@ -130,7 +130,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         min_bytes=parse_bytes(arguments.min_bytes, "min_bytes"),
         group_bytes=None if arguments.group_bytes is None else parse_bytes(arguments.group_bytes, "group_bytes"),
         disable=tuple(arguments.disable_pass),
-        pack=PACK[arguments.pack],
+        pack=FORMS[arguments.pack],
     )
 
 
@@ -174,7 +174,7 @@ def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
 
     Where there is a choice and they cannot, prints a note on stderr.
     """
-    peers = PEERS[arguments.peers]
+    peers = FORMS[arguments.peers]
     if not peers or not (why := hardware.why_no_peers(arguments.ulysses)):
         return peers
     if peers is True:

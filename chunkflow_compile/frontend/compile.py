@@ -113,9 +113,8 @@ def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[st
 def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Options) -> None:
     """Raise ChunkflowError if weights are to lie on the devices of ranks that cannot read each other's, by the profile."""
     group = group_of_peers(peers, share, device)
-    why = "" if group is None else chosen.on(device).profile().why_no_peers(len(group.ranks))
-    if why and peers is True:
-        raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
+    if group is not None and peers is True:
+        chosen.on(device).profile().check_peers(len(group.ranks))
 
 
 def check_options(

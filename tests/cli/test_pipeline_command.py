@@ -17,7 +17,7 @@ from chunkflow_compile.catalog.presets import OutputSizes, Preset
 from chunkflow_compile.catalog.published import PUBLISHED, Encoder, Published
 from chunkflow_compile.catalog.small import SMALL_MODELS, Size
 from chunkflow_compile.cli import pipeline
-from chunkflow_compile.cli.arguments import PACK
+from chunkflow_compile.cli.arguments import FORMS
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.hardware.profiles import load_profile
@@ -126,7 +126,7 @@ def test_a_generation_of_packed_weights() -> None:
     weights = cut.problem.total_bytes
     component = Component(name="transformer", weights=weights, small=0, activations=0, calls=4, cut=cut)
     machine, forms = replace(load_profile("rtx-4090-pcie"), h2d_bandwidth=1e9), ("no", "yes", "auto")
-    components = {pack: [replace(component, pack=PACK[pack])] for pack in forms}
+    components = {pack: [replace(component, pack=FORMS[pack])] for pack in forms}
     least = {pack: least_budget(given, machine) for pack, given in components.items()}
     assert least["auto"] == min(least.values()) < least["yes"], "the values of a weight are on the device too"
     memory = budget_for(weights // 2)
