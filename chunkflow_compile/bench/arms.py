@@ -19,7 +19,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.runtime.codes import Code
 
-from .peers import PEER_ARMS
+from .alternatives import ALTERNATIVES
 
 # misjudged: policy chunkflow, planned as if compute took twice as long and the link were twice as fast.  replanned: the
 # same, planned again after two steps.
@@ -38,7 +38,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy``: None for a peer, which does not run ChunkFlow.
+    """``policy``: None for an alternative, which does not run ChunkFlow.
 
     ``residency``: a share of the blocks, 0 to 1, whose bytes are added to the budget; None for the budget without them.
     ``pack``: whether weights are packed; "auto" where that is predicted to be faster, by measured times.  ``peers``: the same
@@ -60,7 +60,7 @@ def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
 
 
 def _parse(name: str) -> Arm:
-    if name in PEER_ARMS:
+    if name in ALTERNATIVES:
         return Arm(name, None)
     planned, _, form = name.partition("+")
     if form in _FORMS and planned.partition("@")[0] == "chunkflow":
@@ -76,7 +76,7 @@ def _parse(name: str) -> Arm:
             f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
             f"blocks; chunkflow+pack or chunkflow+auto for packed weights, chunkflow+peers or chunkflow+mix for weights on "
             f"the devices of the ranks, with or without a share; with --device cuda also "
-            f"{', '.join(PEER_ARMS)}."
+            f"{', '.join(ALTERNATIVES)}."
         )
     if not at:
         return Arm(name, parsed)
@@ -89,7 +89,7 @@ def _parse(name: str) -> Arm:
 def settings_of(
     arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float, most: float = 1.0
 ) -> Mapping[str, Any]:
-    """The settings of the passes for an arm that is not a peer.
+    """The settings of the passes for an arm that is not an alternative.
 
     ``layerwise``: the plan whose bytes are the budget of every arm.  ``rate``: bytes/s of the link.  ``most``: largest
     share of all weight bytes for the budget, before those of ``arm.residency`` are added.

@@ -109,7 +109,7 @@ class ArmRun:
     host in a call.  ``host_waits``: how often its clock stood still in one, at least; if never, ``host_s`` are upper
     bounds.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, with their inputs and outputs and
     without the bytes of other arms; None on the CPU.  ``difference``: largest difference from the outputs of the
-    resident arm, over their largest value; None without that arm.  ``program``: None for a peer.
+    resident arm, over their largest value; None without that arm.  ``program``: None for an alternative.
     """
 
     settings: str

@@ -13,11 +13,11 @@ from typing import Any
 
 from chunkflow_compile.catalog.sizes import Size
 
-from .peers import PEER_ARMS
+from .alternatives import ALTERNATIVES
 
-PEERS = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
+OWN_ARMS = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
 # On a GPU: also the alternatives to ChunkFlow.
-GPU_ARMS = ("resident", "layerwise", "chunkflow", *PEER_ARMS)
+GPU_ARMS = ("resident", "layerwise", "chunkflow", *ALTERNATIVES)
 BUDGETS = (0, 20, 40, 60)
 
 
@@ -65,7 +65,7 @@ REGIMES: Mapping[str, Regime] = {
         size=Size(layers=6, frames=8, height=32, width=32, **_WAN_WIDTH),
         load=0.2,
         chunk_bytes=_CHUNK,
-        arms=PEERS,
+        arms=OWN_ARMS,
         shows="the link has time to spare: all copies are hidden, in a quarter of the weight memory",
         most=0.25,  # layerwise takes more: two of six blocks, and the weights outside blocks
     ),
@@ -82,7 +82,7 @@ REGIMES: Mapping[str, Regime] = {
         size=Size(layers=2, singles=4, heads=8, head_dim=64, height=48, width=48, text=64),
         load=0.88,
         chunk_bytes=_CHUNK,
-        arms=PEERS,
+        arms=OWN_ARMS,
         shows="like contention, with double and single blocks",
     ),
     "compute-poor": Regime(

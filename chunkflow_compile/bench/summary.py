@@ -181,7 +181,7 @@ def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
 
 
 def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], total: int) -> ArmRecord:
-    """``programs``: of the ranks, none of a peer."""
+    """``programs``: of the ranks, none of an alternative."""
     record = ArmRecord(step_s=max(median(r.steps_s) for r in ranks), weights_total_bytes=total)
     if not programs:
         return record

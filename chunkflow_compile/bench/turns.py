@@ -43,12 +43,22 @@ from chunkflow_compile.simulate.arms import play_program
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.pieces import Pieces
 
+from .alternatives import (
+    APPLY,
+    BY_KIND,
+    GRAPH,
+    INDUCTOR_GRAPH,
+    OFFLOADED,
+    alternative_calls,
+    alternative_of,
+    describe_calls,
+    make_alternative,
+)
 from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, on_peers_of, settings_of
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
 from .pace import paced
-from .peers import APPLY, BY_KIND, GRAPH, INDUCTOR_GRAPH, OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
@@ -76,7 +86,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Peer:
+class Alternative:
     """A model of its own.  ``held``: bytes that it keeps on the device."""
 
     model: nn.Module
@@ -88,14 +98,14 @@ class Peer:
 class RunningArm:
     """An arm while it is measured: how it is called, and what its turns have shown so far.
 
-    ``settings``: the calls that make it.  ``code``: its program, None for a peer; planning again changes it.
+    ``settings``: the calls that make it.  ``code``: its program, None for an alternative; planning again changes it.
     ``outputs``: by step.
     """
 
     name: str
     settings: str
     code: Code | None = None
-    peer: Peer | None = None
+    alternative: Alternative | None = None
     steps_s: list[float] = field(default_factory=list)
     host: list[HostTime] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -133,7 +143,7 @@ class Turns:
             measured[packed.packed] = packed, times
         self.progress.update()
         self._make_programs(measured)
-        self._make_peers()
+        self._make_alternatives()
         order = random.Random(0)  # the same on every rank, because collectives need all ranks in the same arm
         if (replanned := self.arms.get(REPLANNED)) is not None:
             self._rehearse(replanned)
@@ -250,28 +260,28 @@ class Turns:
         self._use(replace(emulated, kind=replace(code.kind, link=link)))
         return link_error(link)
 
-    def _make_peers(self) -> None:
-        peers = dict[str, Peer]()
+    def _make_alternatives(self) -> None:
+        made = dict[str, Alternative]()
         for name in (arm.name for arm in self.job.arms if arm.policy is None):
-            peer = peer_of(name)
-            if peer not in peers:
-                self.progress.set_description(f"{peer}: compile")
-                peers[peer] = self._peer(peer)
-            calls = describe_calls(peer_calls(peer, self.device.type))
-            self.arms[name] = RunningArm(name, calls, peer=peers[peer])
+            alternative = alternative_of(name)
+            if alternative not in made:
+                self.progress.set_description(f"{alternative}: compile")
+                made[alternative] = self._alternative(alternative)
+            calls = describe_calls(alternative_calls(alternative, self.device.type))
+            self.arms[name] = RunningArm(name, calls, alternative=made[alternative])
             self.progress.update()
 
-    def _peer(self, name: str) -> Peer:
-        """Build a peer, and call it once."""
+    def _alternative(self, name: str) -> Alternative:
+        """Build an alternative, and call it once."""
         before = self._allocated()
         on_host = name in OFFLOADED
         model = build_on_host(self.job, self.model.state_dict()) if on_host else build(self.job, self.device)[0]
-        call = make_peer(name, model, self.device)
+        call = make_alternative(name, model, self.device)
         for _ in range(CYCLE.get(name, 1)):
             call(**self.inputs(0))
         for program in programs(model):
             program.arena.streams.measure(0)
-        return Peer(model, call, self._allocated() - before)
+        return Alternative(model, call, self._allocated() - before)
 
     def _calibrate(self) -> Timings:
         for step in range(CALIBRATION):
@@ -309,7 +319,7 @@ class Turns:
         return everyone
 
     def _make_programs(self, measured: Measured) -> None:
-        """Plan each arm that is not a peer, all of one form with the same regions."""
+        """Plan each arm that is not an alternative, all of one form with the same regions."""
         code, timings = measured[frozenset()]
         layerwise = code.remade(policy="layerwise", timings=timings)
         for arm in self.job.arms:
@@ -359,7 +369,7 @@ class Turns:
         Where marks take time, none of ``steps`` is marked: one before them is measured in their place, and the host in one
         after them.
         """
-        call, apart = self.compiled if arm.peer is None else arm.peer.call, self.job.marks_apart
+        call, apart = self.compiled if arm.alternative is None else arm.alternative.call, self.job.marks_apart
         if arm.code is not None:
             self._use(arm.code)
         self.progress.set_description(f"{arm.name}: step {steps[0] + 1} of {self.job.steps}")
@@ -394,7 +404,7 @@ class Turns:
 
     def _host_times(self, arm: RunningArm, call: Callable[[], Any]) -> list[HostTime]:
         """What calls of an arm take the host."""
-        executors = [self._newest.executor] if arm.peer is None else executors_of(arm.peer.model)
+        executors = [self._newest.executor] if arm.alternative is None else executors_of(arm.alternative.model)
         wait = partial(torch.cuda.synchronize, self.device)
         return [host_time(call, executors, wait) for _ in range(SAMPLES)]
 
@@ -415,9 +425,9 @@ class Turns:
         """Bytes that other arms hold on the device while this one runs, before its inputs are made."""
         if self.device.type != "cuda":
             return 0
-        if arm.peer is None:
-            return sum(peer.held for peer in {other.peer for other in self.arms.values()} if peer is not None)
-        return torch.cuda.memory_allocated(self.device) - arm.peer.held
+        if arm.alternative is None:
+            return sum(a.held for a in {other.alternative for other in self.arms.values()} if a is not None)
+        return torch.cuda.memory_allocated(self.device) - arm.alternative.held
 
     def _result(self, arm: RunningArm, measured: Measured) -> ArmRun:
         right = self.arms[RESIDENT].outputs if RESIDENT in self.arms else {}

@@ -13,7 +13,7 @@ from chunkflow_compile.bench.arms import Arm, parse_arms
 from chunkflow_compile.bench.job import Job, link_of
 from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
-from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
+from chunkflow_compile.bench.regimes import GPU_ARMS, OWN_ARMS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
 from chunkflow_compile.catalog.weightless import load_build
@@ -93,9 +93,9 @@ def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
                 "script of your own with torchrun."
             )
         return
-    peers = [a.name for a in arms if a.policy is None]
-    if peers:
-        raise ChunkflowError(f"--arms {','.join(peers)}: measured on a GPU only, with --device cuda. Leave them out.")
+    others = [a.name for a in arms if a.policy is None]
+    if others:
+        raise ChunkflowError(f"--arms {','.join(others)}: measured on a GPU only, with --device cuda. Leave them out.")
     if arguments.model in PRESETS or arguments.transport == "loopback" or arguments.hardware:
         raise ChunkflowError("Presets, --transport loopback and --hardware need --device cuda.")
 
@@ -128,6 +128,6 @@ def _regime(arguments: argparse.Namespace) -> Regime:
         load_build(arguments.model)
     return Regime(
         chunk_bytes=DEFAULT_CHUNK_BYTES if arguments.device == "cuda" else DEFAULT_MIN_BYTES,
-        arms=GPU_ARMS if arguments.device == "cuda" else PEERS,
+        arms=GPU_ARMS if arguments.device == "cuda" else OWN_ARMS,
         shows=arguments.model,
     )

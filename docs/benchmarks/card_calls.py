@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_map_only
 
 import chunkflow_compile
 from chunkflow_compile import Arena, cycles, programs, replan
+from chunkflow_compile.bench.alternatives import pipeline_of
 from chunkflow_compile.bench.host import executors_of, host_time
-from chunkflow_compile.bench.peers import pipeline_of
 from chunkflow_compile.bench.subject import first
 from chunkflow_compile.catalog.presets import OutputSizes, preset
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model

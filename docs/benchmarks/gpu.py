@@ -21,9 +21,7 @@ import torch
 from gpu_card import ready
 from gpu_page import beside, read, write
 
-from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.job import RESIDENT, Job, Transport
-from chunkflow_compile.bench.peers import (
+from chunkflow_compile.bench.alternatives import (
     APPLY,
     BY_KIND,
     GRAPH,
@@ -34,8 +32,10 @@ from chunkflow_compile.bench.peers import (
     INDUCTOR_GRAPH,
     REPEATED,
 )
+from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.job import RESIDENT, Job, Transport
 from chunkflow_compile.bench.ranks import run_job
-from chunkflow_compile.bench.regimes import PEERS, Regime
+from chunkflow_compile.bench.regimes import OWN_ARMS, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.small import Size
@@ -75,20 +75,20 @@ CASES = (
     Case("wan2.2-ti2v-5b", {"frames": 81}, (*OURS, *THEIRS), 250),
     Case("wan2.2-ti2v-5b", {"frames": 33}, (*OURS, BY_KIND, *THEIRS, REPEATED, APPLY), 340),
     Case("flux.1-dev", {"height": 2048, "width": 2048}, (*OURS, *THEIRS), 300),
-    Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, 200, "loopback"),
+    Case("wan2.2-ti2v-5b", {"frames": 81}, OWN_ARMS, 200, "loopback"),
     Case(
         "flux.1-dev", {"height": 1024, "width": 1024}, (*OURS, "chunkflow@25%", "chunkflow@50%", BY_KIND, *THEIRS), 280
     ),
     Case("wan2.2-ti2v-5b", {"frames": 17}, (*OURS, *THEIRS, GROUP_OFFLOAD), 250),
-    Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, 200, "loopback-kernels"),
+    Case("wan2.2-ti2v-5b", {"frames": 81}, OWN_ARMS, 200, "loopback-kernels"),
     # a step so short that the host may be the bound
     Case("flux.1-dev", {"height": 512, "width": 512}, (RESIDENT, "chunkflow", GRAPH, INDUCTOR, INDUCTOR_GRAPH), 260),
 )
 # The same steps of the script on models of two blocks: they prove that it runs, and their figures mean nothing.
 DRY_CASES = (
     Case("wan", {}, (*OURS, BY_KIND, GRAPH, *THEIRS, GROUP_OFFLOAD, APPLY), 0),
-    Case("wan", {}, PEERS, 0, "loopback"),
-    Case("wan", {}, PEERS, 0, "loopback-kernels"),
+    Case("wan", {}, OWN_ARMS, 0, "loopback"),
+    Case("wan", {}, OWN_ARMS, 0, "loopback-kernels"),
     Case("flux", {}, (*OURS, *THEIRS), 0),
 )
 DRY_SIZE = Size(layers=2, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)

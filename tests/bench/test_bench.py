@@ -17,20 +17,20 @@ from problems import CHUNK, MACHINE, blocks_problem
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs
+from chunkflow_compile.bench.alternatives import (
+    ALTERNATIVES,
+    GROUP_OFFLOAD,
+    GROUP_OFFLOAD_COMPILED,
+    RECOMPILE_LIMIT,
+    alternative_calls,
+    describe_calls,
+    make_alternative,
+)
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.host import EVERY, HostTime, host_time
 from chunkflow_compile.bench.job import Job, job_of
 from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
-from chunkflow_compile.bench.peers import (
-    GROUP_OFFLOAD,
-    GROUP_OFFLOAD_COMPILED,
-    PEER_ARMS,
-    RECOMPILE_LIMIT,
-    describe_calls,
-    make_peer,
-    peer_calls,
-)
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
@@ -214,7 +214,7 @@ def job(**told: Any) -> Job:
 
 
 @pytest.mark.parametrize(("device", "streams"), [("cuda", True), ("cpu", False)])
-def test_a_peer_is_called_as_it_is_described(device: str, streams: bool) -> None:
+def test_an_alternative_is_called_as_it_is_described(device: str, streams: bool) -> None:
     """And Dynamo's limit is raised for its calls only."""
     usual, made = torch._dynamo.config.recompile_limit, dict[str, Any]()
 
@@ -228,34 +228,34 @@ def test_a_peer_is_called_as_it_is_described(device: str, streams: bool) -> None
         def forward(self, x: int) -> tuple[int, int]:
             return x, torch._dynamo.config.recompile_limit
 
-    peer = make_peer(GROUP_OFFLOAD_COMPILED, Model(), torch.device(device))
+    alternative = make_alternative(GROUP_OFFLOAD_COMPILED, Model(), torch.device(device))
     assert made["enable_group_offload"]["use_stream"] is made["enable_group_offload"]["record_stream"] is streams
-    assert peer(x=1) == (1, RECOMPILE_LIMIT) and torch._dynamo.config.recompile_limit == usual < RECOMPILE_LIMIT
-    told = describe_calls(peer_calls(GROUP_OFFLOAD_COMPILED, device))
+    assert alternative(x=1) == (1, RECOMPILE_LIMIT) and torch._dynamo.config.recompile_limit == usual < RECOMPILE_LIMIT
+    told = describe_calls(alternative_calls(GROUP_OFFLOAD_COMPILED, device))
     assert told.startswith(describe_calls(made)) and told.endswith(f"patch(recompile_limit={RECOMPILE_LIMIT})")
-    eager = make_peer(GROUP_OFFLOAD, Model(), torch.device(device))
-    assert eager(x=1) == (1, usual) and "compile" not in describe_calls(peer_calls(GROUP_OFFLOAD, device))
+    eager = make_alternative(GROUP_OFFLOAD, Model(), torch.device(device))
+    assert eager(x=1) == (1, usual) and "compile" not in describe_calls(alternative_calls(GROUP_OFFLOAD, device))
     with pytest.raises(ChunkflowError, match="Linear is not a model of diffusers"):
-        make_peer(GROUP_OFFLOAD, nn.Linear(2, 2), torch.device(device))
+        make_alternative(GROUP_OFFLOAD, nn.Linear(2, 2), torch.device(device))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("peers", [(GROUP_OFFLOAD,), PEER_ARMS], ids=len)
-def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> None:
-    told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *peers])
+@pytest.mark.parametrize("alternatives", [(GROUP_OFFLOAD,), ALTERNATIVES], ids=len)
+def test_alternatives_run_on_the_same_weights(alternatives: tuple[str, ...], forked: None) -> None:
+    told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *alternatives])
     found = summarise(told, run_job(told))
     assert list(found.record.arms) == [a.name for a in told.arms]
     assert all(a.step_s and a.step_s > 0 for a in found.record.arms.values())
     assert found.record.arms["layerwise"].equal_to_resident and found.record.arms["chunkflow"].equal_to_resident
     assert found.record.arms["layerwise"].moved_bytes_per_step and found.copy_rate["layerwise"]
-    for name in peers:  # another compilation may round differently; other weights would change the output
+    for name in alternatives:  # another compilation may round differently; other weights would change the output
         assert found.difference[name] is not None and found.difference[name] < 1e-4
         assert name not in found.predicted and found.record.arms[name].weights_device_bytes is None
     assert list(found.settings) == list(found.record.arms) and "'policy': 'chunkflow'" in found.settings["chunkflow"]
     assert found.difference.get("inductor") == found.difference.get("inductor-again"), "one compiled model"
     assert found.link is None and "emulated" not in conditions(told, found)
     assert all(0 < s <= (found.record.arms[n].step_s or 0) for n, s in found.host_s.items())
-    assert all(name in bench_table(found) for name in peers)
+    assert all(name in bench_table(found) for name in alternatives)
 
 
 @pytest.mark.long

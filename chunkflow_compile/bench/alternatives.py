@@ -19,7 +19,7 @@ REPEATED, BY_KIND, APPLY = "diffusers-repeated-blocks", "by-kind", "apply"
 # A step as one CUDA graph: ours with its copies, and torch's with all weights on the device.
 GRAPH, INDUCTOR_GRAPH = "graph", "inductor-graph"
 # The pipeline's budget counts what the other arms hold as activations: made last, it finds them as they stay.
-PEER_ARMS = (
+ALTERNATIVES = (
     INDUCTOR,
     INDUCTOR_AGAIN,
     INDUCTOR_GRAPH,
@@ -37,28 +37,28 @@ OFFLOADED = (BY_KIND, GRAPH, APPLY, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
 RECOMPILE_LIMIT = 1000
 
 
-def peer_of(arm: str) -> str:
-    """The peer that an arm runs."""
+def alternative_of(arm: str) -> str:
+    """The alternative that an arm runs."""
     return INDUCTOR if arm == INDUCTOR_AGAIN else arm
 
 
-def peer_calls(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
-    """The calls that make a peer, in order, with their keyword arguments.  ``device``: its type.
+def alternative_calls(alternative: str, device: str) -> Mapping[str, Mapping[str, Any]]:
+    """The calls that make an alternative, in order, with their keyword arguments.  ``device``: its type.
 
     Group offload is as the documentation of diffusers recommends it where speed counts: copies beside compute, and no wait
     of the host.  Its hooks would break a full graph, so diffusers compiles each block.
     """
-    if peer == INDUCTOR:
+    if alternative == INDUCTOR:
         return {"torch.compile": {"fullgraph": True, "dynamic": False}}
-    if peer == REPEATED:
+    if alternative == REPEATED:
         return {"compile_repeated_blocks": {"fullgraph": True, "dynamic": False}}
-    if peer == INDUCTOR_GRAPH:
+    if alternative == INDUCTOR_GRAPH:
         return {"torch.compile": {"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}}
-    if peer == BY_KIND:
+    if alternative == BY_KIND:
         return {"chunkflow_compile.compile": {"device": device}}
-    if peer == GRAPH:
+    if alternative == GRAPH:
         return {"chunkflow_compile.compile": {"device": device, "cudagraphs": True}}
-    if peer == APPLY:
+    if alternative == APPLY:
         return {"chunkflow_compile.apply": {"device": device}}
     on_gpu = device == "cuda"
     calls: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def peer_calls(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
             "record_stream": on_gpu,
         }
     }
-    if peer == GROUP_OFFLOAD_COMPILED:
+    if alternative == GROUP_OFFLOAD_COMPILED:
         calls["compile_repeated_blocks"] = {"dynamic": False}
         calls["torch._dynamo.config.patch"] = {"recompile_limit": RECOMPILE_LIMIT}
     return calls
@@ -82,25 +82,27 @@ def describe_calls(calls: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})" for name, given in calls.items())
 
 
-def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
+def make_alternative(alternative: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
     """The model as a callable.  Those of :data:`OFFLOADED` are in host memory, the others on ``device``.
 
-    Raises ChunkflowError if the peer needs a method of diffusers that the model has not.
+    Raises ChunkflowError if the alternative needs a method of diffusers that the model has not.
     """
     import torch  # --help shows the names of the peers
 
     import chunkflow_compile
 
-    calls = dict(peer_calls(peer, device.type))
-    if peer in (INDUCTOR, INDUCTOR_GRAPH):
+    calls = dict(alternative_calls(alternative, device.type))
+    if alternative in (INDUCTOR, INDUCTOR_GRAPH):
         return torch.compile(model, **calls["torch.compile"])
-    if peer in (BY_KIND, GRAPH):
+    if alternative in (BY_KIND, GRAPH):
         return chunkflow_compile.compile(model, **calls["chunkflow_compile.compile"])
-    if peer == APPLY:
+    if alternative == APPLY:
         pipe = chunkflow_compile.apply(pipeline_of(model), **calls["chunkflow_compile.apply"])
         return lambda **inputs: pipe.transformer(**inputs)  # a step of a generation; what begins one is no part of it
     if not all(hasattr(model, name) for name in calls if "." not in name):
-        raise ChunkflowError(f"--arms {peer}: {type(model).__name__} is not a model of diffusers. Leave this arm out.")
+        raise ChunkflowError(
+            f"--arms {alternative}: {type(model).__name__} is not a model of diffusers. Leave this arm out."
+        )
     limits = calls.pop("torch._dynamo.config.patch", {})
     for method, given in calls.items():
         getattr(model, method)(**given)
