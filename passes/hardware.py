@@ -205,11 +205,13 @@ class Hardware:
         """Bytes/s of a long copy alone on the link, while no other rank copies."""
         return self.eta_pref * self.h2d_bandwidth
 
-    def pull_seconds(self, nbytes: int, from_others: int, pulls: int) -> float:
-        """Seconds for which ``nbytes`` come from the devices of several ranks with nothing else on their links, in so many
-        pulls.  The bytes that this rank has itself are read and written once."""
+    def pull_seconds(self, nbytes: int, from_others: int, chunks: int) -> float:
+        """Seconds for which so many chunks, ``nbytes``, come from the devices of several ranks with their links free.
+
+        One call starts the parts of a chunk.  The bytes that this rank has itself are read and written once.
+        """
         own = 2 * (nbytes - from_others) / self.memory_rate
-        return from_others / self.peer_bandwidth + own + pulls * self.chunk_s
+        return from_others / self.peer_bandwidth + own + chunks * self.chunk_s
 
     def check_peers(self, ranks: int) -> None:
         """Raise ChunkflowError if so many ranks are to have weights on the devices of each other and cannot."""

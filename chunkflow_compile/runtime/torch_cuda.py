@@ -16,6 +16,8 @@ import torch
 
 from chunkflow_compile.weights.pieces import Pieces
 
+from .cuda_pulls import pull
+
 Object = TypeVar("Object")
 
 # Nsight Systems and Nsight Compute set them for the processes that they start.
@@ -85,8 +87,7 @@ class TorchCuda:
     def copy(self, target: torch.Tensor, source: torch.Tensor | Pieces) -> None:
         """Enqueue a copy from the host, or from the devices of the ranks, on the current stream."""
         if isinstance(source, Pieces):
-            for part, values in source.copies(target):
-                part.copy_(values, non_blocking=True)
+            pull(target, source)
         else:
             target.copy_(source, non_blocking=True)
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import ctypes
 import hashlib
+import inspect
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pieces import Part, parts, piece_bytes
@@ -151,17 +154,28 @@ class Peers:
         return file, _mapped(file, nbytes)
 
     def _opened_of_gpus(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        handed = base64.b64encode(ForkingPickler.dumps(memory)).decode()
+        handed = base64.b64encode(ForkingPickler.dumps(reduce_tensor(memory))).decode()
         error, opened = None, list[torch.Tensor]()
         handles = self._node.gather(handed)
         try:
             for place, handle in enumerate(handles):
                 own = place == self.place
-                opened.append(memory if own else ForkingPickler.loads(base64.b64decode(handle)))
+                opened.append(memory if own else self._opened(*ForkingPickler.loads(base64.b64decode(handle))))
         except RuntimeError as cause:
             error = ChunkflowError(f"The memory of another rank's GPU cannot be opened ({cause}). Leave out peers")
         self._node.gather(None, error)
         return opened
+
+    def _opened(self, rebuild: Callable[..., torch.Tensor], given: Sequence[Any]) -> torch.Tensor:
+        """Memory of another rank's GPU, as memory of this rank's: pulls from it are then copies on this rank's own stream.
+
+        Opened as what it is, it would take a context of this process on that GPU, some 400 MiB there for each rank, and torch
+        would copy from it on that GPU's default stream.
+        """
+        how = inspect.signature(rebuild).bind(*given)
+        how.arguments["storage_device"] = self._device.index
+        how.arguments["event_sync_required"] = False  # its values are there: all ranks have synchronized
+        return rebuild(*how.args)
 
     def same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
         """Whether the pieces have the values that this rank has."""

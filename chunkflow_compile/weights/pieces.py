@@ -54,14 +54,26 @@ class Pieces:
         return sum(part.nbytes for part in self.parts if part.owner != self.place)
 
     @cached_property
-    def _sources(self) -> tuple[tuple[slice, torch.Tensor], ...]:
-        """Where the bytes of each part go, and the bytes: made once, because every step copies them."""
+    def _sources(self) -> tuple[tuple[int, slice, torch.Tensor], ...]:
+        """Whose each part is, where its bytes go, and the bytes: made once, because every step copies them."""
         return tuple(
-            (slice(begin - self.begin, begin - self.begin + nbytes), self.held[owner].narrow(0, offset, nbytes))
+            (owner, slice(begin - self.begin, begin - self.begin + nbytes), self.held[owner].narrow(0, offset, nbytes))
             for owner, begin, offset, nbytes in self.parts
         )
 
     def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The copies that bring the bytes into ``target`` (uint8, of as many): of each its target and its source."""
-        for where, source in self._sources:
+        for _, where, source in self._sources:
             yield target[where], source
+
+    def own(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Those of :meth:`copies` from this rank's own piece."""
+        for owner, where, source in self._sources:
+            if owner == self.place:
+                yield target[where], source
+
+    @cached_property
+    def pulls(self) -> tuple[list[int], list[int], list[int]]:
+        """The others, as numbers: where the bytes of each go, from the first byte on, its address, and its bytes."""
+        others = [(where.start, source) for owner, where, source in self._sources if owner != self.place]
+        return [at for at, _ in others], [s.data_ptr() for _, s in others], [s.numel() for _, s in others]

@@ -14,7 +14,7 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.pieces import from_others, parts
+from chunkflow_compile.passes.pieces import from_others
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 
@@ -113,9 +113,8 @@ class Simulator:
         if (key := (weight, first, end)) not in self._pulls:
             size, ranks = self.sizes[weight], self.peers[weight]
             begin, stop = first * self.chunk_bytes, min(end * self.chunk_bytes, size)
-            pulls = sum(1 for _ in parts(begin, stop, size, ranks))
             others = from_others(begin, stop, size, ranks)
-            self._pulls[key] = self._profile.pull_seconds(stop - begin, others, pulls)
+            self._pulls[key] = self._profile.pull_seconds(stop - begin, others, end - first)
         return self._pulls[key]
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:

@@ -71,6 +71,17 @@ EXPORTED cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, 
 EXPORTED cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t bytes, cudaStream_t stream) {
   return cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, stream);
 }
+// Their order is nobody's business, so it is another one than the caller's.
+EXPORTED cudaError_t cudaMemcpyBatchAsync(void* const* targets, const void* const* sources, const size_t* sizes, size_t count,
+                                          cudaMemcpyAttributes* attributes, size_t* from, size_t kinds, cudaStream_t stream) {
+  ENTER;
+  bool valid = stream && count && kinds == 1 && !from[0] && attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream;
+  if (!valid) return fail(cudaErrorInvalidValue);
+  if (cudaError_t error = forbidden(stream_of(stream))) return fail(error);
+  for (size_t i = count; i--;)
+    if (cudaError_t error = cudaMemcpyAsync(targets[i], sources[i], sizes[i], cudaMemcpyDefault, stream)) return error;
+  return cudaSuccess;
+}
 EXPORTED cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch,
                                        size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
   ENTER;

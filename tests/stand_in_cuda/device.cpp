@@ -241,8 +241,12 @@ EXPORTED cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest)
   if (greatest) *greatest = -5;
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { ENTER; *can = 0; return cudaSuccess; }
-EXPORTED cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { ENTER; return cudaErrorPeerAccessUnsupported; }
+EXPORTED cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  ENTER;
+  *can = device != peer;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { ENTER; return cudaSuccess; }
 
 // What torch asks the driver for through the runtime.
 static int driver_context(int device, unsigned* flags, int* active) {

@@ -15,6 +15,7 @@ from chunkflow_compile.catalog.small import Size, small_inputs
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.runtime.cuda_graphs import PASSES
 
+from . import control
 from .test_captured import on_cuda
 
 SIZE = Size(layers=2, singles=2)
@@ -27,13 +28,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def on_a_card(rank: int, cudagraphs: Any) -> None:
+def on_a_card(rank: int, cudagraphs: Any, cards: int) -> None:
+    control.settings(devices=cards)
+    torch.cuda.set_device(rank % cards)
     model, twin = small_twins("flux", SIZE)
     twin.cuda()
     compile(model, device="cuda", peers=True, cudagraphs=cudagraphs, **OPTIONS)
     name = next(n for n, p in twin.named_parameters() if n.startswith("transformer_blocks.1.") and p.nbytes >= 1 << 15)
     placement = placement_of(model)
     assert placement is not None
+    before = control.counts()
     for step in range(PASSES + 6):
         inputs = on_cuda(small_inputs("flux", SIZE, step))
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0]), step
@@ -47,6 +51,8 @@ def on_a_card(rank: int, cudagraphs: Any) -> None:
     assert newest.moved_bytes == ran.plan.moved_bytes and 0 < newest.pulled_bytes <= ran.plan.pulled_bytes
     if cudagraphs:
         assert programs(model)[0].call.captures.launches > 3
+    assert control.contexts() == {rank % cards}  # pulls take nothing of the other card
+    assert control.counts()["cudaMemcpyBatchAsync"] > before.get("cudaMemcpyBatchAsync", 0)
     inputs = on_cuda(small_inputs("flux", SIZE, 99))
     made, right = model(**inputs)[0], twin(**inputs)[0]
     if rank:
@@ -58,9 +64,9 @@ def on_a_card(rank: int, cudagraphs: Any) -> None:
     assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("cudagraphs", [False, True])
-def test_two_processes(cudagraphs: Any, on_ranks: Callable[..., None]) -> None:
-    on_ranks(on_a_card, cudagraphs, fresh=True)
+@pytest.mark.parametrize(("cudagraphs", "cards"), [(False, 2), (True, 2), (False, 1)])
+def test_two_processes(cudagraphs: Any, cards: int, on_ranks: Callable[..., None]) -> None:
+    on_ranks(on_a_card, cudagraphs, cards, fresh=True)
 
 
 def sees_another(rank: int) -> None:

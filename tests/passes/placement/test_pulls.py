@@ -46,7 +46,7 @@ def test_a_pull_takes_the_bytes_of_the_others_and_its_own() -> None:
     slow = replace(NVLINK, memory_bandwidth=4 * CHUNK * 1e6)
     assert play(found, {"w0": (0,) * 8}, slow).copy_s == about(3 * US), "the own half is read and written"
     start = replace(NVLINK, chunk_s=5 * US)
-    assert play(found, {"w0": (0,) * 8}, start).copy_s == about((1 + 2 * 5) * US), "two pulls"
+    assert play(found, {"w0": (0,) * 8}, start).copy_s == about((1 + 8 * 5) * US), "one start a chunk"
     odd = on_devices(problem([50, 50], [weight(0, 8 * CHUNK, (1,))]), 3)
     assert play(odd, {"w0": (0,) * 8}).copy_s == about((2816 + 2816) / (4 * CHUNK) * US), "one has less"
 
