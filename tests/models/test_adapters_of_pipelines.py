@@ -103,7 +103,8 @@ def test_adapters_without_slots(applied: Applied) -> None:
         p.transformer.load_state_dict(plain("flux").transformer.state_dict())
 
 
-@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("named", [True, False])
 def test_a_control_lora(named: bool) -> None:
     """diffusers widens the first layer for it, and resets it: with slots from the first, and without."""
     from diffusers import FluxControlPipeline

@@ -138,6 +138,7 @@ def on_rank(rank: int) -> None:
     apart(rank)
 
 
+@pytest.mark.long
 def test_four_ranks_as_two_groups(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_rank, world=4)
 

@@ -159,6 +159,7 @@ def test_through_inductor_as_raw_ones() -> None:
     assert cycles(model)[0].measurements[-1].moved_bytes < 0.8 * cycles(raw)[0].measurements[-1].moved_bytes
 
 
+@pytest.mark.long
 def test_the_plan_chooses() -> None:
     """With a budget in which copies are the bound."""
     fast = {**EAGER, "hardware": FAST, "memory": "400KiB", "pack": "auto"}
@@ -234,6 +235,7 @@ def on_a_rank(rank: int) -> None:
     restore(model)
 
 
+@pytest.mark.long
 def test_two_ranks(on_ranks: Any) -> None:
     on_ranks(on_a_rank)
 

@@ -74,6 +74,7 @@ def run(model: nn.Module, by_kind: bool = False, **options: Any) -> tuple[int, i
     return found["autograd_cache_hit"], found["autograd_cache_miss"]
 
 
+@pytest.mark.long
 def test_artifacts_of_torch_are_those_of_all_regions(tmp_path: Path) -> None:
     def in_a_process(number: int) -> Any:
         saved, again = tmp_path / str(number), tmp_path / str(number + 1)
