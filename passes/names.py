@@ -27,6 +27,11 @@ Pack = Literal[False, True, "auto"]
 # to be shorter.
 OnPeers = Literal[False, True, "auto"]
 
+# How a prefetch moves its bytes, each kind in a lane of its own, which is in order: "copy" from host memory, "pull" from the
+# devices of the ranks.
+Moves = Literal["copy", "pull"]
+MOVES: tuple[Moves, ...] = get_args(Moves)
+
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from .errors import ChunkflowError
+from .names import Moves
 from .pieces import from_others, piece_bytes
 from .problem import Problem
 
@@ -103,7 +104,7 @@ class RegionLabel(NamedTuple):
     what: str
 
 
-Lane = Literal["compute", "collective", "copy", "read", "stall", "barrier", "join"]
+Lane = Literal["compute", "collective", "copy", "pull", "read", "stall", "barrier", "join"]
 
 
 class Span(NamedTuple):
@@ -124,8 +125,8 @@ class Prediction:
     """The cost model's prediction of a step in the steady state.
 
     ``compute_s``: compute, including its slowdown by copies.  ``exposed_s``: stalls.  ``collective_s``: collectives
-    from start to end; ``inflation_s``: the part of it that copies beside them add.  ``copy_s``: time in which the link
-    carries weights.  ``peak_bytes``: most weight bytes on the device at once.  ``resident_step_s``: the step with all
+    from start to end; ``inflation_s``: the part of it that copies beside them add.  ``copy_s``: time of all copies and
+    pulls.  ``peak_bytes``: most weight bytes on the device at once.  ``resident_step_s``: the step with all
     weights resident.
     """
 
@@ -163,6 +164,15 @@ class Plan:
     @property
     def streamed(self) -> tuple[WeightPlan, ...]:
         return tuple(w for w in self.weights if w.home != "device")
+
+    @cached_property
+    def pulled(self) -> frozenset[str]:
+        """The names of the weights that are streamed from the devices of the ranks."""
+        return frozenset(w.name for w in self.weights if w.home == "peers")
+
+    def lane(self, weight: str) -> Moves:
+        """The lane of a streamed weight, whatever it streams from: a rank that writes it has it in host memory."""
+        return "pull" if weight in self.pulled else "copy"
 
     @property
     def placement(self) -> object:

@@ -13,6 +13,7 @@ import torch
 from conftest import WITHIN
 from fake_graphs import FakeGraph, RecordedStream
 
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
@@ -59,6 +60,10 @@ class FakeEvent:
         return (end.event.reached_at - self.event.reached_at) * 1e3
 
 
+# The stream on which the nodes of a lane run.
+_OF_GRAPHS = "{} of graphs"
+
+
 class FakeCuda:
     """``copy_s``: least seconds of a copy; ``launched_copy_s``: of one in a graph, by default the same.  ``graphs``: those
     recorded.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
@@ -77,7 +82,7 @@ class FakeCuda:
         self.clock = clock
         self.late = late
         self._waiting = threading.Event()
-        self.engine = Engine(("copy", "copies of graphs"), clock=clock)
+        self.engine = Engine((*MOVES, *map(_OF_GRAPHS.format, MOVES)), clock=clock)
         weakref.finalize(self, self.engine.end)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
@@ -87,9 +92,9 @@ class FakeCuda:
         self.callers = self._current = FakeStream(self, CallingStream(clock))
         self._recorded: FakeStream | None = None
 
-    def stream(self) -> FakeStream:
+    def stream(self, moves: Moves = "copy") -> FakeStream:
         self.calls["stream"] += 1
-        return FakeStream(self, self.engine.streams["copy"])
+        return FakeStream(self, self.engine.streams[moves])
 
     def current(self) -> FakeStream:
         return self._recorded or self.callers
@@ -99,14 +104,15 @@ class FakeCuda:
         return -1000 * sum(graph.nodes is not None for graph in self.graphs)
 
     @contextlib.contextmanager
-    def capturing(self, pool: FakeGraph | None) -> Iterator[tuple[FakeGraph, FakeStream]]:
+    def capturing(self, pool: FakeGraph | None) -> Iterator[tuple[FakeGraph, dict[Moves, FakeStream]]]:
         assert pool is None or pool.pool()
         graph = FakeGraph(self.engine.bell, self.callers.stream)
-        compute, copies = graph.lanes(self.engine.streams["copies of graphs"])
+        compute = graph.stream()
+        lanes = {moves: graph.stream(self.engine.streams[_OF_GRAPHS.format(moves)]) for moves in MOVES}
         self._recorded = FakeStream(self, compute)
         try:
-            with graph.recorded(compute, copies):
-                yield graph, FakeStream(self, copies)
+            with graph.recorded(compute, lanes.values()):
+                yield graph, {moves: FakeStream(self, lane) for moves, lane in lanes.items()}
         finally:
             self._recorded = None
         self.graphs.append(graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -77,16 +77,16 @@ class FakeGraph:
         self._bell = bell
         self._caller = caller
 
-    def lanes(self, copies: ThreadStream) -> tuple[RecordedStream, RecordedStream]:
-        """The streams of a recording, of compute and of copies."""
+    def stream(self, runs_on: ThreadStream | None = None) -> RecordedStream:
+        """A stream of a recording, by default that of compute."""
         assert self.nodes is not None
-        return RecordedStream(self.nodes, self._caller), RecordedStream(self.nodes, copies)
+        return RecordedStream(self.nodes, runs_on or self._caller)
 
     @contextlib.contextmanager
-    def recorded(self, compute: RecordedStream, copies: RecordedStream) -> Iterator[None]:
+    def recorded(self, compute: RecordedStream, lanes: Iterable[RecordedStream]) -> Iterator[None]:
         with _Ops(compute):
             yield
-        if not copies.empty and copies.recorded not in compute.awaited:
+        if any(not lane.empty and lane.recorded not in compute.awaited for lane in lanes):
             raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
     def pool(self) -> object:

@@ -26,7 +26,7 @@ from chunkflow_compile.passes.pieces import parts, piece_bytes
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import Builder
 from chunkflow_compile.passes.placement.schedule import transfers
-from chunkflow_compile.passes.placement.search import Planner, barriers
+from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.placement.windows import as_windows
 from chunkflow_compile.passes.plan import Plan
@@ -234,11 +234,17 @@ class PeersBench(Bench):
 
     def __init__(self, spec: Spec, chosen: Choices) -> None:
         super().__init__(spec)
+        self.pieces: dict[str, Pieces] = {}
+        self.deal(chosen)
+
+    def deal(self, chosen: Choices) -> None:
+        """Put some weights in pieces, for the programs that are made from now on; earlier ones keep theirs."""
         rng = random.Random(chosen.seed)
         ranks = rng.randint(2, 4)
         names = [name for name in sorted(streamable(self.cut)) if rng.random() < 0.6]
         self.cut = on_peers(self.cut, names, ranks)
-        self.pieces = {name: _dealt(flat_bytes(self.weights[name]), ranks, rng.randrange(ranks)) for name in names}
+        for name in names:
+            self.pieces[name] = _dealt(flat_bytes(self.weights[name]), ranks, rng.randrange(ranks))
 
     def source(self, name: str) -> Source:
         return self.pieces.get(name, super().source(name))
@@ -266,5 +272,5 @@ def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan
         earliest = max(chunk.last + 1 - count, chunk.first - (chosen.reach or count))
         placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
     windows = as_windows(planner.chunks, placed, count)
-    hard = barriers(problem, transfers(problem, windows)) if chosen.hard else ()
+    hard = planner.barriers(transfers(problem, windows)) if chosen.hard else ()
     return Builder(planner, MACHINE, "chunkflow", inside).plan(windows, hard)

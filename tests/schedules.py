@@ -50,13 +50,19 @@ def at_random(seed: int) -> Callable[[Sequence[str]], str]:
     return lambda able: rng.choice(sorted(able))
 
 
-def schedules(seed: int) -> dict[str, Callable[[], ThreadsDevice]]:
-    """Six ways to run a program, by name."""
+def schedules(seed: int, pulls: bool = False) -> dict[str, Callable[[], ThreadsDevice]]:
+    """Six ways to run a program, by name; two more if it ``pulls``."""
+    lanes = {
+        "pulls early, copies late": lambda: ThreadsDevice(ranked("pull", "collective", "compute", "copy")),
+        "copies early, pulls late": lambda: ThreadsDevice(ranked("copy", "collective", "compute", "pull")),
+    }
     return {
-        "copies as early as allowed": lambda: ThreadsDevice(ranked("copy", "collective", "compute")),
-        "copies as late as allowed": lambda: ThreadsDevice(ranked("compute", "collective", "copy")),
-        "collectives late": lambda: ThreadsDevice(ranked("compute", "copy", "collective")),
+        **(lanes if pulls else {}),
+        "copies as early as allowed": lambda: ThreadsDevice(ranked("copy", "pull", "collective", "compute")),
+        "copies as late as allowed": lambda: ThreadsDevice(ranked("compute", "collective", "copy", "pull")),
+        "collectives late": lambda: ThreadsDevice(ranked("compute", "copy", "pull", "collective")),
         "at random": lambda: ThreadsDevice(at_random(seed)),
+        # the last two, in every run another
         "compute slow": lambda: ThreadsDevice(before=Jitter(seed, "compute")),
         "jitter": lambda: ThreadsDevice(before=Jitter(seed)),
     }
@@ -72,7 +78,8 @@ def run_ahead(bench: Bench | CycleBench, turns: Sequence[Turn], device: ThreadsD
         device.engine.pause()
         steps = [executors[id(program)].enqueue(bench.arguments(program, x)) for program, x in turns]
         device.deliver()
-        device.copy.synchronize()
+        for lane in device.lanes:
+            lane.synchronize()
         due = sum(moved_bytes(p) for p, _ in turns) + sum(s.cost.primed for s in steps)
         copied = sum(e.traffic.copied_bytes for e in executors.values())
         assert not exact or copied == due, "every byte of the plans was copied, and no other"
@@ -100,16 +107,21 @@ def equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
 def matches(found: Bench | CycleBench, turns: Sequence[Turn], seed: int) -> int:
     """Asserts the model's numbers on every schedule; returns the number of schedules."""
     want = found.expected(turns)
-    for name, device in schedules(seed).items():
+    ways = schedules(seed, _pulls(turns))
+    for name, device in ways.items():
         assert equal(run_ahead(found, turns, device()), want), name
-    return len(schedules(seed))
+    return len(ways)
+
+
+def _pulls(turns: Sequence[Turn]) -> bool:
+    return any(program.plan.pulled for program, _ in turns)
 
 
 def goes_wrong(found: Bench | CycleBench, turns: Sequence[Turn], seed: int) -> str:
     """What the reproducible schedules show: "number" for a wrong number, else "error" for an error, else ""."""
     want = found.expected(turns)
     shown = ""
-    for device in list(schedules(seed).values())[:4]:
+    for device in list(schedules(seed, _pulls(turns)).values())[:-2]:
         try:
             if not equal(run_ahead(found, turns, device(), exact=False), want):
                 return "number"

@@ -124,7 +124,11 @@ class Annotator(FlopNotes):
             return Note(slot=weight.offset, slack_s=None if item.barrier else weight.slack_s, said=said)
         begin, end = self.plan.span(weight, item.first, item.end)
         return Note(
-            cost_s=self._seconds("copy", _copied(item), self.simulator.copy_seconds(item.weight, item.first, item.end)),
+            cost_s=self._seconds(
+                self.plan.lane(item.weight),
+                _copied(item),
+                self.simulator.copy_seconds(item.weight, item.first, item.end),
+            ),
             window=item.window,
             slot=weight.offset + begin,
             nbytes=end - begin,
@@ -134,8 +138,10 @@ class Annotator(FlopNotes):
 
     def _slack(self, item: Prefetch, reader: int) -> float | None:
         """Seconds from the arrival of a copy until compute reaches its reader, which may be in the next step."""
-        copy = self.spans.get(("copy", _copied(item)))
-        if copy is None or self.plan is None or self.plan.predicted is None:
+        if self.plan is None or self.plan.predicted is None:
+            return None
+        copy = self.spans.get((self.plan.lane(item.weight), _copied(item)))
+        if copy is None:
             return None
         later = item.next_step and copy.end >= self.starts[item.window]  # else it arrives in the step that reads it
         return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end

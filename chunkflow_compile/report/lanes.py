@@ -13,10 +13,11 @@ from typing import Literal, get_args
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import weight_label
+from chunkflow_compile.passes.names import MOVES
 from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs, span_chunks, span_name
 from chunkflow_compile.units import size
 
-StepLane = Literal["compute", "collective", "copy", "read"]
+StepLane = Literal["compute", "collective", "copy", "pull", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
 HELD = "held back until the copies have arrived, so that none runs beside it"
 _JOINED = "the call ends when its copies have arrived, so that it can be one CUDA graph"
@@ -80,8 +81,8 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[StepLane, ...]:
-        """The lanes of this step: without reads if no weight is on the drive."""
-        return STEP_LANES if self.lane("read") else STEP_LANES[:-1]
+        """The lanes of this step: without pulls if nothing comes from other ranks, without reads if nothing is on the drive."""
+        return tuple(lane for lane in STEP_LANES if lane not in ("pull", "read") or self.lane(lane))
 
     def occupancy(self) -> list[tuple[float, int]]:
         """Bytes of the arena in use over one step, as (time, bytes from then on)."""
@@ -146,7 +147,7 @@ def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
         elif span.lane == "collective":
             kind = span.name.rstrip("0123456789").rstrip("_").replace("_single", "").replace("_into_tensor", "")
             yield _bar(span, "collective", kind.replace("_", "-"), "", span.name)
-        elif span.lane == "copy" or span.lane == "read":
+        elif span.lane == "copy" or span.lane == "pull" or span.lane == "read":
             name, first, end = span_chunks(span.name)
             detail = f"chunks {first} to {end - 1}, {size(plan.nbytes(weights[name], first, end))}"
             yield _bar(span, span.lane, weight_label(name, block_of[name]), block_of[name], detail)
@@ -180,7 +181,7 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
 def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
     step = plan.predicted.step_s if plan.predicted is not None else 0.0
     compute = [s for s in spans if s.lane == "compute"]
-    copies = {s.name: s for s in spans if s.lane == "copy"}
+    copies = {s.name: s for s in spans if s.lane in MOVES}
     for weight in plan.streamed:
         block = plan.regions[weight.first_use].block
         label = weight_label(weight.name, block)

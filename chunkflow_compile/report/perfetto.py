@@ -14,7 +14,7 @@ from .lanes import Lanes, lanes_of
 # Two steps, so that copies that one step starts for the next are shown whole.
 TRACE_STEPS = 2
 _PROCESS = 0
-_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "phase": 5}
+_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "phase": 5, "pull": 6}
 
 
 def trace_events(lanes: Lanes, title: str) -> str:

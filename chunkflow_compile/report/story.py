@@ -87,7 +87,7 @@ def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
         planned=planned,
         packed=weight.packed > 0,
         facts=tuple(facts),
-        copies=tuple(_copies(plan, planned, lanes.lane("copy"))),
+        copies=tuple(_copies(plan, planned, lanes.lane(plan.lane(weight.name)))),
         changes=tuple(changes),
     )
 

@@ -14,7 +14,13 @@ from .lanes import Lanes, StepLane, around
 from .pictures import new_axes, save_figure
 
 WIDTH, HEIGHT = 15.0, 10.0
-_NAMES: dict[StepLane, str] = {"compute": "compute", "collective": "collectives", "copy": "copies", "read": "drive"}
+_NAMES: dict[StepLane, str] = {
+    "compute": "compute",
+    "collective": "collectives",
+    "copy": "copies",
+    "pull": "pulls",
+    "read": "drive",
+}
 _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
 # Lower edge of a bar in its lane, and its height.
@@ -102,7 +108,7 @@ def _rows_of(axes: Any, lanes: Lanes) -> dict[StepLane, float]:
 
 def _overview(axes: Any, zoom: _Zoom) -> None:
     lanes, rows = zoom.lanes, _rows_of(axes, zoom.lanes)
-    colours = {"compute": "#4c78a8", "collective": _COLLECTIVE, "copy": "#72a98f", "read": "#9d83ad"}
+    colours = {"compute": "#4c78a8", "collective": _COLLECTIVE, "copy": "#72a98f", "pull": "#b8a04c", "read": "#9d83ad"}
     for lane in lanes.shown:
         parts = [part for bar in lanes.lane(lane) for part in around(bar.start, bar.end, lanes.step_s)]
         axes.broken_barh([_ms(*part) for part in parts], (rows[lane] + 0.1, 0.8), color=colours[lane], linewidth=0)

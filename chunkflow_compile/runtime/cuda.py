@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.weights.source import Source
 
 from .cuda_streams import CudaStream, StagedCopies
@@ -34,13 +35,14 @@ class CudaDevice(Device):
     name = "cuda"
     compute: CudaStream
     copy: CudaStream
+    pull: CudaStream | None = None
 
     def __init__(self, cuda: TorchCuda) -> None:
         self.cuda = cuda
         self._clock = Clock(lambda: cuda.event(True))
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
-        self._handover, self._issued = self.event(), self.event()
+        self._handover, self._issued = self.event(), [self.event() for _ in MOVES]
         self._launched: torch.cuda.Event | None = None  # after the newest graph
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
@@ -56,7 +58,8 @@ class CudaDevice(Device):
         self._memory = None
         self.cuda.trim()  # a smaller arena that was freed would stay next to the new one, as memory that nothing uses
         self._memory = memory = self.cuda.allocate(nbytes)
-        self.cuda.record_stream(memory, self.copy.stream)  # a model may be dropped while copies are in flight
+        for lane in self.lanes:
+            self.cuda.record_stream(memory, lane.stream)  # a model may be dropped while copies are in flight
         return memory
 
     def release(self) -> None:
@@ -74,21 +77,33 @@ class CudaDevice(Device):
         if not isinstance(self.copy, StagedCopies):
             self.copy = self.compute.copies = StagedCopies(self.copy, self.compute)
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
-        self.copy.copy_bytes(target, source)
+    @property
+    def lanes(self) -> tuple[CudaStream, ...]:
+        return (self.copy,) if self.pull is None else (self.copy, self.pull)
 
-    def copy_all(self, copies: Sequence[Copy]) -> None:
+    def _make_pull(self) -> CudaStream:
+        made = CudaStream(self.cuda, self._clock, self.cuda.stream("pull"))
+        if self._memory is not None:
+            self.cuda.record_stream(self._memory, made.stream)
+        return made
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+        lane = self.pull if moves == "pull" and self.pull is not None else self.copy
+        lane.copy_bytes(target, source)
+
+    def copy_all(self, copies: Sequence[Copy], moves: Moves = "copy") -> None:
         if self.cuda.profiled():  # each has its name there
-            super().copy_all(copies)
+            super().copy_all(copies, moves)
         else:  # as one: to change the current stream takes the host longer than a copy
-            self.copy.run(partial(self._copy_each, copies))
+            self.lane(moves).run(partial(self._copy_each, copies, moves))
 
-    def _copy_each(self, copies: Sequence[Copy]) -> None:
+    def _copy_each(self, copies: Sequence[Copy], moves: Moves) -> None:
         for target, source, _ in copies:
-            self.copy_bytes(target, source)
+            self.copy_bytes(target, source, moves)
 
     def sync_copies(self) -> None:
-        self.copy.synchronize()
+        for lane in self.lanes:
+            lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
             self._launched.synchronize()  # the copies of a graph are on no stream of ours
 
@@ -100,14 +115,13 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def recording(self, pool: Any) -> Iterator[tuple[Any, Device]]:
-        with self.cuda.capturing(pool) as (graph, copies):
-            recorder = Recorder(self.cuda, copies)
+        with self.cuda.capturing(pool) as (graph, lanes):
+            recorder = Recorder(self.cuda, lanes)
             yield graph, recorder
             recorder.join()
 
     def launch(self, graph: Any) -> None:
-        self.copy.record(self._issued)
-        self.compute.wait(self._issued)
+        self.await_lanes(self._issued)
         graph.replay()
         if self._launched is None:
             self._launched = self.event()
@@ -134,7 +148,7 @@ class CudaDevice(Device):
     def finish(self, begun: Frame | None, over: StepEnd) -> None:
         self.copy.end_step()
         if begun is not None:
-            self._clock.end(begun, self.compute.stream, self.copy.stream, over)
+            self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
         self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
@@ -151,7 +165,7 @@ class CudaDevice(Device):
         if self.compute.inherited:
             return
         memory, self._memory = self._all_memory(), None
-        for stream in (self.compute, self.copy):
+        for stream in (self.compute, *self.lanes):
             try:
                 stream.synchronize()
             except ChunkflowError:

@@ -90,8 +90,8 @@ class CudaStream:
 
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of this stream."""
-        assert not isinstance(source, DriveBytes | Reading), "weights on the drive are staged"
-        self.cuda.copy(target, source)
+        assert not isinstance(source, Reading), "weights on the drive are staged"
+        self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
         """Wait until the newest record of ``event`` is issued; only then may another stream wait for the event."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -68,9 +68,9 @@ class Frame:
     def stalled(self, begin: int, end: int, waited: Waited) -> None:
         self._reports.append(lambda at: waited(at(end) - at(begin)))
 
-    def close(self, compute: torch.cuda.Stream | None, copy: torch.cuda.Stream | None, over: StepEnd) -> None:
+    def close(self, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd) -> None:
         end, whole = self.mark(compute), self.whole
-        self._ends = end, self.mark(copy)
+        self._ends = end, *map(self.mark, lanes)
         self._reports.append(lambda at: over(at(0), at(end), whole))
 
     def passed(self) -> bool:
@@ -132,11 +132,11 @@ class Clock:
             return self.open
 
     def end(
-        self, frame: Frame, compute: torch.cuda.Stream | None, copy: torch.cuda.Stream | None, over: StepEnd
+        self, frame: Frame, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd
     ) -> None:
         """End a call.  ``over`` is called by :meth:`collect` after the GPU has passed it."""
         with self._lock:
-            frame.close(compute, copy, over)
+            frame.close(compute, lanes, over)
             self.open = None
             self._pending.append(frame)
 

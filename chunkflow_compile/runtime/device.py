@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_weight import with_index
 from chunkflow_compile.weights.pieces import Pieces
@@ -32,8 +33,6 @@ class _HostDevice(Device):
     ``port``: the emulated link to the host, or None.  ``peers``: that to the other ranks, None if it is the same.
     """
 
-    copy: ThreadStream
-
     def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
         self.engine = engine
         self.clock = engine.clock
@@ -45,8 +44,12 @@ class _HostDevice(Device):
     def event(self) -> HostEvent:
         return HostEvent(self.engine.bell)
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
-        since = self.copy.since
+    def _make_pull(self) -> ThreadStream:
+        return self.engine.streams["pull"]
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+        lane = self.engine.streams[moves]
+        since = lane.since
         if isinstance(source, Reading):
             values, read = source.acquire()
             copy_host_bytes(target, values)
@@ -58,7 +61,7 @@ class _HostDevice(Device):
         if isinstance(source, Pieces):
             port, nbytes = self.peers or port, source.from_others
         if port is not None:
-            self.copy.ended = port.send("copy", nbytes, since)
+            lane.ended = port.send(moves, nbytes, since)
 
     def received(self, nbytes: int) -> None:
         if (port := self.peers or self.port) is not None:
@@ -82,7 +85,7 @@ class CpuDevice(_HostDevice):
     name = "cpu"
 
     def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC, peers: Port | None = None) -> None:
-        super().__init__(Engine(("copy",), clock=clock), port, peers)
+        super().__init__(Engine(MOVES, clock=clock), port, peers)
         self.compute = self.collective = CallingStream(clock)
 
 
@@ -102,7 +105,7 @@ class ThreadsDevice(_HostDevice):
         clock: HostClock = MONOTONIC,
         peers: Port | None = None,
     ) -> None:
-        super().__init__(Engine(("compute", "collective", "copy"), choose, before, clock), port, peers)
+        super().__init__(Engine(("compute", "collective", *MOVES), choose, before, clock), port, peers)
         self.compute = self.engine.streams["compute"]
         self.collective = self.engine.streams["collective"]
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.weights.source import Source
 
 from .host_clock import MONOTONIC, HostClock
@@ -69,6 +70,7 @@ class Stream(Protocol):
 class Device:
     """A device: the memory of the arena, and the streams.  Methods that do nothing here do nothing on host threads.
 
+    ``copy``: the lane of copies from the host.  That of pulls is made when it is first asked for (:meth:`lane`).
     ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
     ``clock``: of its host threads.  ``closed``: whether its streams are closed.
     """
@@ -79,6 +81,7 @@ class Device:
     collective: Stream
     clock: HostClock = MONOTONIC
     closed = False
+    pull: Stream | None = None
     _left: int | None = None  # passes that are still to be measured; None to choose them
 
     @property
@@ -89,6 +92,29 @@ class Device:
     def event(self) -> Any:
         """A new event, with no mark."""
         raise NotImplementedError
+
+    def lane(self, moves: Moves) -> Stream:
+        """The stream of a lane."""
+        if moves == "copy":
+            return self.copy
+        if self.pull is None:
+            self.pull = self._make_pull()
+        return self.pull
+
+    def _make_pull(self) -> Stream:
+        """The stream for pulls."""
+        raise NotImplementedError
+
+    @property
+    def lanes(self) -> tuple[Stream, ...]:
+        """The streams of the lanes that there are so far."""
+        return (self.copy,) if self.pull is None else (self.copy, self.pull)
+
+    def await_lanes(self, events: Sequence[Any]) -> None:
+        """Let compute wait for what is issued in all lanes.  ``events``: one for each, which no other stream records."""
+        for lane, event in zip(self.lanes, events, strict=False):
+            lane.record(event)
+            self.compute.wait(event)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
@@ -107,14 +133,14 @@ class Device:
     def stage(self) -> None:
         """From now on, some copies come from memory that could not be pinned."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
-        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of a lane."""
         raise NotImplementedError
 
-    def copy_all(self, copies: Sequence[Copy]) -> None:
-        """Enqueue copies that nobody times on the copy stream."""
+    def copy_all(self, copies: Sequence[Copy], moves: Moves = "copy") -> None:
+        """Enqueue copies that nobody times in a lane."""
         for target, source, name in copies:
-            self.copy.run(partial(self.copy_bytes, target, source), None, name)
+            self.lane(moves).run(partial(self.copy_bytes, target, source, moves), None, name)
 
     def received(self, nbytes: int) -> None:
         """Called as work of the collective stream, after a collective has brought ``nbytes`` into this rank."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import MOVES
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.cycle import Cycle, border
@@ -81,7 +82,7 @@ class Executor(OnDevice):
         super().__init__(program, regions, binding, poison, cycle or Cycle.of(program))
         self.call = next(i for i, call in enumerate(self.cycle.calls) if call is program)
         device = self.device
-        self.handover, self.primed = device.event(), device.event()
+        self.handover, self.primed = device.event(), [device.event() for _ in MOVES]
         self.rewritten: dict[str, int] = {}
         self.cost = Cost()
         self.wanted = False
@@ -212,21 +213,26 @@ class Executor(OnDevice):
 
     def _copy_first(self, step: Step, start: _Start, versions: dict[str, int]) -> None:
         """Copy into the arena before the step.  ``versions``: of the values that are there then."""
-        compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
+        device, arena = self.device, self.binding.arena
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
-        compute.record(self.handover)
-        copy.wait(self.handover)
+        if device.pull is not None:
+            device.await_lanes(
+                self.primed
+            )  # nothing else orders what one lane has in flight before the copies of another
+        device.compute.record(self.handover)
+        for lane in device.lanes:
+            lane.wait(self.handover)
         if start.order is not None and start.order.repeated:
-            copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
+            device.copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
         for weight, target, source in start.kept:
-            self.copy(step, [(target, source, f"keep {weight}")])
-            self.mark(self.marks.marked.get(weight))
+            moves = self.cycle.plan.lane(weight)
+            self.copy(step, [(target, source, f"keep {weight}")], moves)
+            self.mark(self.marks.marked.get(weight), moves)
             step.cost.moved += source.numel()
         for _, issue in start.prefetches:
             issue(step)
         if start.waits:
-            copy.record(self.primed)
-            compute.wait(self.primed)
+            device.await_lanes(self.primed)
         arena.holder = self.state
         self.state.versions, self.rewritten = versions, {}
         step.cost.primed, step.cost.moved, step.cost.pulled = step.cost.moved, 0, 0
@@ -267,7 +273,7 @@ class Executor(OnDevice):
             self.binding.arena.holder = None
         if self.flag is not None:
             self.flag.drop()  # an error in a collective left it set
-        for stream in (self.device.compute, self.device.collective, self.device.copy):
+        for stream in (self.device.compute, self.device.collective, *self.device.lanes):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):

@@ -13,6 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
+from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
@@ -78,10 +79,11 @@ class Compute:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The copies of a prefetch.  ``arrival``: the number of the mark after them, None for none.  ``opens``: whether they wait
-    for the opening of their window."""
+    """The copies of a prefetch, in the lane ``moves``.  ``arrival``: the number of the mark after them, None for none.
+    ``opens``: whether its window opens before them."""
 
     copies: Sequence[Copy]
+    moves: Moves
     arrival: int | None
     opens: bool = False
 
@@ -118,26 +120,30 @@ class OnDevice:
         self.flag = HostFlag() if program.plan.policy == "host-yield" else None
         # checked chunk by chunk, copies read the drive themselves
         held = {} if self.flag is not None else binding.hosts
-        self.on_drive = frozenset(name for name, source in held.items() if isinstance(source, DriveBytes))
+        pulled = program.plan.pulled  # one of them that has no pieces any more is read as it is copied
+        self.on_drive = frozenset(n for n, source in held.items() if isinstance(source, DriveBytes) and n not in pulled)
+        if pulled:
+            device.lane("pull")  # now, because a step makes no stream
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.opening, self.started, self.ended = device.event(), device.event(), device.event()
 
-    def copy(self, step: Step, copies: Sequence[Copy]) -> None:
-        """Enqueue copies of a step on the copy stream."""
+    def copy(self, step: Step, copies: Sequence[Copy], moves: Moves) -> None:
+        """Enqueue copies of a step in a lane."""
         if self.flag is None and step.cost.windows is None:
-            self.device.copy_all(copies)
+            self.device.copy_all(copies, moves)
             return
+        lane = self.device.lane(moves)
         for target, source, name in copies:
             if self.flag is not None:
-                self.device.copy.run(self.flag.hold)
-            work = partial(self.device.copy_bytes, target, source)
-            watch = None if step.cost.windows is None else self.traffic.copy(source.numel(), isinstance(source, Pieces))
-            self.device.copy.run(work, watch, name)
+                lane.run(self.flag.hold)
+            work = partial(self.device.copy_bytes, target, source, moves)
+            watch = None if step.cost.windows is None else self.traffic.copy(source.numel(), moves)
+            lane.run(work, watch, name)
 
-    def mark(self, number: int | None) -> None:
-        """Record an arrival after a copy, if a region waits for it."""
+    def mark(self, number: int | None, moves: Moves) -> None:
+        """Record an arrival after a copy in a lane, if a region waits for it."""
         if number is not None:
-            self.device.copy.record(self.state.arrived[number])
+            self.device.lane(moves).record(self.state.arrived[number])
 
 
 def instructions(on: OnDevice) -> Iterator[Issue]:
@@ -281,29 +287,30 @@ def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Fetch:
     ahead = op.weight in on.on_drive
     name = f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
     copies = [(slot[part], reading(on, op) if ahead else host[part], name) for part in parts]
-    return Fetch(copies, on.marks.marked.get(node))
+    return Fetch(copies, on.program.plan.lane(op.weight), on.marks.marked.get(node))
 
 
 def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
-    """A function that issues the copies of a window, each run of them up to a mark as one."""
-    parts, copies = list[tuple[Sequence[Copy], int | None]](), list[Copy]()
+    """A function that issues the copies of a window, each run of them in a lane up to a mark as one."""
+    parts, copies = list[tuple[Sequence[Copy], Moves, int | None]](), dict[Moves, list[Copy]]()
     for fetch in fetches:
-        copies += fetch.copies
+        copies.setdefault(fetch.moves, []).extend(fetch.copies)
         if fetch.arrival is not None:
-            parts.append((copies, fetch.arrival))
-            copies = []
-    if copies:
-        parts.append((copies, None))
-    opens, nbytes = fetches[0].opens, sum(target.numel() for copies, _ in parts for target, _, _ in copies)
-    pulled = sum(source.from_others for copies, _ in parts for _, source, _ in copies if isinstance(source, Pieces))
+            parts.append((copies.pop(fetch.moves), fetch.moves, fetch.arrival))
+    parts += [(rest, moves, None) for moves, rest in copies.items()]
+    lanes = dict.fromkeys(moves for _, moves, _ in parts) if fetches[0].opens else {}
+    moved = [copy for copies, _, _ in parts for copy in copies]
+    nbytes = sum(target.numel() for target, _, _ in moved)
+    pulled = sum(source.from_others for _, source, _ in moved if isinstance(source, Pieces))
 
     def issue(step: Step) -> None:
-        if opens:
+        if lanes:
             on.device.compute.record(on.opening)
-            on.device.copy.wait(on.opening)
-        for copies, arrival in parts:
-            on.copy(step, copies)
-            on.mark(arrival)
+        for moves in lanes:
+            on.device.lane(moves).wait(on.opening)
+        for copies, moves, arrival in parts:
+            on.copy(step, copies, moves)
+            on.mark(arrival, moves)
         step.cost.moved += nbytes
         step.cost.pulled += pulled
 

@@ -18,14 +18,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from chunkflow_compile.passes.hardware import LinkEmulation
 
 from .host_clock import MONOTONIC, HostClock
 
-LaneName = Literal["copy", "collective"]
-LANES: tuple[LaneName, ...] = ("copy", "collective")
+LaneName = Literal["copy", "collective", "pull"]
+LANES: tuple[LaneName, ...] = get_args(LaneName)
 # The most ranks that can share a port: those of one machine.
 MOST_RANKS = 16
 # A transfer with fewer bytes left is over: they come from rounding.

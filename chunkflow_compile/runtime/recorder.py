@@ -12,13 +12,14 @@ A call is issued to it by the same instructions as to the GPU itself.  Three thi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .device_base import Device, Waited, Watch
@@ -32,8 +33,8 @@ class Point:
     mark: torch.cuda.Event | None = None
 
 
-class _Copies:
-    """The copy stream: what it is given waits until compute needs it."""
+class _Lane:
+    """The stream of a lane: what it is given waits until compute needs it."""
 
     def __init__(self, cuda: TorchCuda, stream: torch.cuda.Stream) -> None:
         self._cuda = cuda
@@ -78,9 +79,10 @@ class _Copies:
 class _Compute:
     """The stream of compute and collectives, which is the caller's current one during a recording."""
 
-    def __init__(self, cuda: TorchCuda, copies: _Copies) -> None:
+    def __init__(self, cuda: TorchCuda, flush: Callable[[Point], None]) -> None:
+        """``flush``: records what the lanes were given up to the mark of an event."""
         self._cuda = cuda
-        self._copies = copies
+        self._flush = flush
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         try:
@@ -93,7 +95,7 @@ class _Compute:
         event.mark.record(self._cuda.current())
 
     def wait(self, event: Point, waited: Waited | None = None) -> None:
-        self._copies.flush(event)
+        self._flush(event)
         if event.mark is not None:
             self._cuda.current().wait_event(event.mark)
 
@@ -102,23 +104,35 @@ class _Compute:
 
 
 class Recorder(Device):
-    """A device for the instructions of one call, which it records.  ``copies``: the stream on which copies are recorded."""
+    """A device for the instructions of one call, which it records.  ``lanes``: the streams on which those are recorded."""
 
     name = "cuda"
 
-    def __init__(self, cuda: TorchCuda, copies: torch.cuda.Stream) -> None:
+    def __init__(self, cuda: TorchCuda, lanes: Mapping[Moves, torch.cuda.Stream]) -> None:
         self._cuda = cuda
-        self.copy: Any = (lane := _Copies(cuda, copies))
-        self.compute = self.collective = _Compute(cuda, lane)
+        self._streams = lanes
+        self.copy: Any = _Lane(cuda, lanes["copy"])
+        self.pull: Any = None
+        self.compute = self.collective = _Compute(cuda, self._flush)
+
+    def _make_pull(self) -> Any:
+        return _Lane(self._cuda, self._streams["pull"])
+
+    def _flush(self, until: Point) -> None:
+        lane: Any
+        for lane in self.lanes:
+            lane.flush(until)
 
     def event(self) -> Point:
         return Point()
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
         assert not isinstance(source, DriveBytes | Reading), "weights on the drive are not recorded"
         self._cuda.copy(target, source)
 
     def join(self) -> None:
         """Let compute wait for all copies."""
-        if (after := self.copy.end()) is not None:
-            self.compute.wait(after)
+        lane: Any
+        for lane in self.lanes:
+            if (after := lane.end()) is not None:
+                self.compute.wait(after)

@@ -8,12 +8,13 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.weights.pieces import Pieces
 
 from .cuda_pulls import pull
@@ -31,9 +32,9 @@ class TorchCuda:
         self._device = device
         self._traced = any(variable in os.environ for variable in _OF_NSIGHT)
 
-    def stream(self) -> torch.cuda.Stream:
-        """The stream for copies: one for each GPU, for the life of the process."""
-        return _copy_stream(self._device)
+    def stream(self, moves: Moves = "copy") -> torch.cuda.Stream:
+        """The stream of a lane: one for each GPU, for the life of the process."""
+        return _lane_stream(self._device, moves)
 
     def current(self) -> torch.cuda.Stream:
         """The caller's current stream."""
@@ -106,13 +107,13 @@ class TorchCuda:
     @contextlib.contextmanager
     def capturing(
         self, shares: torch.cuda.CUDAGraph | None
-    ) -> Iterator[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]]:
-        """Record what the context enqueues on the current stream as a CUDA graph: that one and its stream for copies.
+    ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Moves, torch.cuda.Stream]]]:
+        """Record what the context enqueues on the current stream as a CUDA graph: that one and the streams of its lanes.
 
         ``shares``: a graph whose pool of memory it shares, None for one of its own.
         Raises RuntimeError if something cannot be recorded.  The streams can be used again then.
         """
-        lock, compute, copies = _capture_streams(self._device)
+        lock, compute, lanes = _capture_streams(self._device)
         graph = _kept_by_children(torch.cuda.CUDAGraph())
         pool = torch.cuda.graph_pool_handle() if shares is None else shares.pool()
         # a finalizer may free memory of the device, which no capture allows
@@ -123,7 +124,7 @@ class TorchCuda:
                 # other threads may use the device meanwhile
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
-                    yield graph, copies
+                    yield graph, lanes
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # what it says is that the capture is invalid
                         _end_capture(graph, self._device, pool)
@@ -144,17 +145,20 @@ _PRIORITY = -2
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _lane_stream(device: torch.device, moves: Moves) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
 @cache
-def _capture_streams(device: torch.device) -> tuple[threading.Lock, torch.cuda.Stream, torch.cuda.Stream]:
-    """The streams on which calls are recorded, of compute and of copies, and who records holds the lock.
+def _capture_streams(
+    device: torch.device,
+) -> tuple[threading.Lock, torch.cuda.Stream, Mapping[Moves, torch.cuda.Stream]]:
+    """The streams on which calls are recorded, of compute and of the lanes, and who records holds the lock.
 
     Nothing ever runs on them.  The nodes of a graph have the priorities of their streams: compute that of the caller's.
     """
-    return threading.Lock(), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=_PRIORITY)
+    lanes: dict[Moves, torch.cuda.Stream] = {moves: torch.cuda.Stream(device, priority=_PRIORITY) for moves in MOVES}
+    return threading.Lock(), torch.cuda.Stream(device), lanes
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from chunkflow_compile.passes.names import MOVES, Moves
+
 from .measurement import WindowSeconds
 
 _UNDER_WAY = float("inf")
@@ -29,13 +31,11 @@ _NOTHING = Copied()
 class Transfer:
     """A transfer over the link from ``begin`` to ``end``, seconds of the device's clock; infinite until they are known.
 
-    A copy has ``nbytes``, and may be one from other ranks, ``pulled``.  A collective, or its completion, has the ``window``
-    of ``windows`` where its seconds count.
+    A copy has ``nbytes``.  A collective, or its completion, has the ``window`` of ``windows`` where its seconds count.
     """
 
     log: deque[Transfer]
     nbytes: int = 0
-    pulled: bool = False
     windows: WindowSeconds | None = None
     window: int = 0
     begin: float = _UNDER_WAY
@@ -50,17 +50,17 @@ class Transfer:
 
 
 class Traffic:
-    """The transfers of a program.  One thread reports copies, another collectives; a third calls :meth:`settle`."""
+    """The transfers of a program.  Threads report copies, pulls and collectives, one each; another calls :meth:`settle`."""
 
     def __init__(self) -> None:
         self._counted = 0
-        self._copies: deque[Transfer] = deque()
+        self._lanes: dict[Moves, deque[Transfer]] = {moves: deque() for moves in MOVES}
         self._collectives: deque[Transfer] = deque()
         self._settled: deque[Transfer] = deque()  # collectives that ran beside copies still in flight
 
-    def copy(self, nbytes: int, pulled: bool = False) -> Transfer:
-        """A copy that is about to run."""
-        return Transfer(self._copies, nbytes, pulled)
+    def copy(self, nbytes: int, moves: Moves = "copy") -> Transfer:
+        """A copy that is about to run in a lane."""
+        return Transfer(self._lanes[moves], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
         """A collective, or its completion, that is about to run."""
@@ -71,37 +71,44 @@ class Traffic:
 
         Called when no collective is in flight.
         """
-        if not (self._copies or self._collectives or self._settled):
+        if not (self._collectives or self._settled or any(self._lanes.values())):
             return _NOTHING
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
-        for collective, overlaps in _overlaps(fresh, list(self._copies)):
+        beside = [[overlaps for _, overlaps in _overlaps(fresh, list(lane))] for lane in self._lanes.values()]
+        for collective, *overlaps in zip(fresh, *beside, strict=True):
             assert collective.windows is not None
             seconds = collective.end - collective.begin
             collective.windows.collective_s[collective.window] += seconds
-            collective.windows.beside_s[collective.window] += seconds * overlaps
+            collective.windows.beside_s[collective.window] += seconds * any(overlaps)
         self._settled.extend(fresh)
-        ended: list[Transfer] = []
-        while self._copies and self._copies[0].end <= now:
-            ended.append(self._copies.popleft())
-        free = [copy for copy, overlaps in _overlaps(ended, list(self._settled)) if not overlaps and not copy.pulled]
-        since = min((c.begin for c in list(self._copies)), default=now)
+        ended: dict[Moves, list[Transfer]] = {moves: list(_ended(lane, now)) for moves, lane in self._lanes.items()}
+        free = [copy for copy, overlaps in _overlaps(ended["copy"], list(self._settled)) if not overlaps]
+        since = min((copy.begin for lane in self._lanes.values() for copy in list(lane)), default=now)
         while self._settled and self._settled[0].end <= since:
             self._settled.popleft()
-        copied = Copied(*_sums(ended), *_sums(free))
+        copied = Copied(*_sums([copy for copies in ended.values() for copy in copies]), *_sums(free))
         self._counted += copied.nbytes
         return copied
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of all copies that have ended."""
-        return self._counted + sum(c.nbytes for c in list(self._copies) if c.end < _UNDER_WAY)
+        copies = (copy for lane in self._lanes.values() for copy in list(lane))
+        return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNDER_WAY)
 
     def forget(self) -> None:
         """Drop the transfers of a failed step, which no step counts."""
         self._counted = self.copied_bytes
-        self._copies.clear()
+        for lane in self._lanes.values():
+            lane.clear()
         self._collectives.clear()
         self._settled.clear()
+
+
+def _ended(lane: deque[Transfer], now: float) -> Iterator[Transfer]:
+    """The transfers that had ended by ``now``, which leave the lane."""
+    while lane and lane[0].end <= now:
+        yield lane.popleft()
 
 
 def _sums(copies: Sequence[Transfer]) -> tuple[float, int]:

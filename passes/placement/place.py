@@ -23,10 +23,10 @@ from chunkflow_compile.units import enough, size
 from .policies import block_regions, layerwise, next_block_barriers
 from .reasons import reason
 from .schedule import schedule, transfers
-from .search import ROUNDING, Candidate, Planner, barriers
+from .search import ROUNDING, Candidate, Planner
 from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
-from .windows import as_windows, latest
+from .windows import as_windows
 
 # Policies whose plan depends on the byte budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
@@ -156,7 +156,7 @@ def _taken_over(
 
 def _within_call(planner: Planner, builder: Builder, memory: int | None) -> Plan:
     """Every weight streams, in time where that is possible without a copy in the call before."""
-    wanted = latest(planner.chunks, planner.link, planner.margin)
+    wanted = planner.latest(planner.chunks)
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
         return builder.candidate(early)
@@ -215,7 +215,7 @@ class Builder:
     def candidate(self, candidate: Candidate) -> Plan:
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         ops = transfers(self.problem, windows)
-        return self.plan(windows, barriers(self.problem, ops) if candidate.hard else (), candidate.slots)
+        return self.plan(windows, self.planner.barriers(ops) if candidate.hard else (), candidate.slots)
 
     def slots(self, candidate: Candidate, quick: bool = False) -> int:
         """Weight bytes on the device of a candidate with its slots; ``quick``: assigned with fewer tries."""

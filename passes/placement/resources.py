@@ -9,9 +9,9 @@
                                                        a collective by ``collective_slowdown``; 2 for both is a fair share
                                                        of a link that either fills alone, 1 for both a link for each
     peers' link   pulls; the bytes of a collective     the same, by ``pull_slowdown`` and ``collective_pull_slowdown``
-    copy engine   copies and pulls; the bytes of a     one at a time: copies and pulls in the order of issue; a collective
-                  collective by such an engine; a      waits for the one under way, and goes before the next
-                  user's copies
+    copy engines  copies; pulls; the bytes of a        copies one at a time, in the order of issue, and so pulls, on another
+                  collective by such an engine; a      engine; a collective waits for those under way, and goes before the
+                  user's copies                        next; a pull over the link of copies takes half of it beside one
     drive         reads                                one at a time, in the order of their copies
     ring          a read, until its copy has ended     as many as have room, at least one; a copy waits for its read
 
@@ -28,6 +28,7 @@ from itertools import chain, cycle
 from typing import Generic, Literal, TypeVar
 
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.ring import ring_bytes, room
 
@@ -35,13 +36,13 @@ IDLE = float("inf")
 
 # What occupies a resource.  A collective is a latency, then an exchange of bytes.
 Use = Literal["region", "latency", "exchange", "copy", "pull"]
-Moves = Literal["copy", "pull"]
 Phase = Literal["latency", "exchange"]
 Op = TypeVar("Op")
 
 
 def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
     """The factor by which the first of two uses takes longer while the second is in flight, for pairs that meet."""
+    beside = 2.0 if hardware.shared_link else 1.0
     return {
         ("region", "copy"): hardware.compute_slowdown,
         ("latency", "copy"): hardware.compute_slowdown,
@@ -51,6 +52,8 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
         ("latency", "pull"): hardware.compute_pull_slowdown,
         ("exchange", "pull"): hardware.collective_pull_slowdown,
         ("pull", "exchange"): hardware.pull_slowdown,
+        ("copy", "pull"): beside,
+        ("pull", "copy"): beside,
     }
 
 

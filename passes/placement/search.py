@@ -8,12 +8,12 @@ beside it.  Candidates are compared only by playing them on the timeline.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from chunkflow_compile.passes.names import Yield
+from chunkflow_compile.passes.names import MOVES, Moves, Yield
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
 
@@ -84,7 +84,7 @@ class Planner:
             outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
-        self.link: Link = link_of(self.resident, simulator, joins)
+        self.links: dict[Moves, Link] = {use: link_of(self.resident, simulator, joins, use) for use in MOVES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
@@ -140,7 +140,7 @@ class Planner:
         windows = as_windows(self.chunks, placed, self.count)
         ops = transfers(self.problem, windows)
         if hard:
-            ops = transfers(self.problem, windows, barriers(self.problem, ops))
+            ops = transfers(self.problem, windows, self.barriers(ops))
         return schedule(self.problem, ops, joins)
 
     @cached_property
@@ -254,8 +254,8 @@ class Planner:
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
     def _contended(self, candidate: Candidate) -> bool:
-        taking = self.simulator.taking_the_link("pull" if self.simulator.peers else "copy")
-        return self.yields == "auto" and bool(taking) and candidate.timeline.inflation_s > 0
+        taking = any(self.simulator.taking_the_link(use) for use in {chunk.use for chunk in self.chunks})
+        return self.yields == "auto" and taking and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s
@@ -284,9 +284,24 @@ class Planner:
         """For each chunk the latest window that hides its copy, None for the first ``residents`` of the ranking."""
         if residents not in self._late:
             kept = set(self.ranking[:residents])
-            windows = iter(latest([c for i, c in enumerate(self.chunks) if i not in kept], self.link, self.margin))
+            windows = iter(self.latest([c for i, c in enumerate(self.chunks) if i not in kept]))
             self._late[residents] = [None if i in kept else next(windows) for i in range(len(self.chunks))]
         return self._late[residents]
+
+    def latest(self, chunks: Sequence[Chunk]) -> list[int]:
+        """The latest window for each chunk that hides its copy, in the free time of the link of its lane."""
+        answer = [0] * len(chunks)
+        for use, link in self.links.items():
+            mine = [i for i, chunk in enumerate(chunks) if chunk.use == use]
+            for i, window in zip(mine, latest([chunks[i] for i in mine], link, self.margin), strict=True):
+                answer[i] = window
+        return answer
+
+    def barriers(self, ops: Transfers) -> tuple[Barrier, ...]:
+        """Those by which no copy runs beside a collective on its link; beside any, if none shares a link with it."""
+        uses = [use for use in MOVES if self.simulator.taking_the_link(use)] or MOVES
+        lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
+        return barriers(self.problem, ops, lanes)
 
     def _rank(self) -> list[int]:
         """Indices of chunks, in the order in which they become resident.
@@ -297,7 +312,7 @@ class Planner:
         if not self.chunks:
             return []
         least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
-        windows = fit(self.chunks, latest(self.chunks, self.link, self.margin), self.count, 2 * least)
+        windows = fit(self.chunks, self.latest(self.chunks), self.count, 2 * least)
         assert windows is not None
         timeline = self.simulator.play(self._schedule(windows, self.yields == "hard", ()), spans=False)
         stalls: dict[int, float] = {}
@@ -320,22 +335,24 @@ class Planner:
         return first + [i for i in ranking if i not in chosen]
 
 
-def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
-    """Before each collective, a wait for the newest copy issued before it; earlier copies finish before that one.
+def barriers(problem: Problem, ops: Transfers, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
+    """Before each collective, a wait for the newest copy issued before it in each lane; earlier ones finish before that.
 
-    For the first collective of a step, the newest copy may be one of the step before.
+    For the first collective of a step, the newest copy may be one of the step before.  ``lanes``: the weights of each.
     """
     starts: dict[int, str] = {}
     for collective in problem.collectives:
         starts.setdefault(collective.before, collective.name)
-    after = [op.weight for k in sorted(ops.prefetches) if k >= max(starts, default=0) for op in ops.prefetches[k]]
-    placed, newest = [], after[-1] if after else None
+    lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
+    newest: dict[int, str] = {}
+    for k in (k for k in sorted(ops.prefetches) if k >= max(starts, default=0)):
+        newest |= {lane_of[op.weight]: op.weight for op in ops.prefetches[k] if op.weight in lane_of}
+    placed = []
     for k in range(len(problem.regions) + 1):
-        if k in starts and newest is not None:
-            placed.append(Barrier(collective=starts[k], weights=(newest,)))
-            newest = None
-        for op in ops.prefetches.get(k, ()):
-            newest = op.weight
+        if k in starts and newest:
+            placed.append(Barrier(collective=starts[k], weights=tuple(newest[lane] for lane in sorted(newest))))
+            newest = {}
+        newest |= {lane_of[op.weight]: op.weight for op in ops.prefetches.get(k, ()) if op.weight in lane_of}
     return tuple(placed)
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pieces import from_others
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 
-from .resources import IDLE, Drive, Moves, Phase, Queue, Transfer, stretches
+from .resources import IDLE, Drive, Phase, Queue, Transfer, Use, stretches
 from .schedule import Await, Collect, Compute, Join, ScheduleItem, Wait, schedule, transfers_of
 
 # A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
@@ -145,8 +146,8 @@ class _Run:
         self.stretch = stretches(simulator.hardware)
         self.items = [simulator.transfer(item) if isinstance(item, Prefetch) else item for item in items]
         transfers = [item for item in self.items if isinstance(item, Transfer)]
-        self.copies: Queue[Transfer] = Queue()
-        self.moving: Moves | None = None  # whether a copy or a pull is in flight
+        self.lanes: dict[Moves, Queue[Transfer]] = {moves: Queue() for moves in MOVES}
+        self.moving: tuple[Moves, ...] = ()  # the lanes in which one is in flight
         self.collectives: Queue[int] = Queue()
         self.phase: Phase = "latency"  # of the first collective
         self.drive = Drive([t for t in transfers if t.read_s is not None])
@@ -174,13 +175,15 @@ class _Run:
             for item in self.items:
                 self._run(item)
             # A copy that ends with the step belongs to it, despite rounding errors.
-            if self.moving and self.copies.left <= _SETTLED * self.copies.ops[0].copy_s:
-                self._end_copy()
+            for moves in self.moving:
+                if self.lanes[moves].left <= _SETTLED * self.lanes[moves].ops[0].copy_s:
+                    self._end_copy(moves)
             length = self.now - begin
             # Compare more than the length: if collectives determine it, it settles while copies still catch up.
-            left = [0.0 if lane.left == IDLE else lane.left for lane in (self.copies, self.drive)]
+            rest = [queue.left for queue in self.lanes.values()] + [self.drive.left]
+            left = [0.0 if seconds == IDLE else seconds for seconds in rest]
             sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
-            state = (length, *sums, *left, len(self.copies.ops), self.drive.used)
+            state = (length, *sums, *left, *(len(queue.ops) for queue in self.lanes.values()), self.drive.used)
             if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
             previous = state
@@ -210,12 +213,12 @@ class _Run:
             self.spans.append(Span(lane, name, start, self.now))
 
     def _issue(self, transfer: Transfer) -> None:
-        self.copies.issue(transfer, transfer.op.weight)
-        self._start_copy()
+        self.lanes[transfer.use].issue(transfer, transfer.op.weight)
+        self._start_copy(transfer.use)
 
     def _wait(self, item: Wait) -> None:
         reached, step = self.now, self.step
-        self._advance_to(self.copies, item.weight)
+        self._advance_to(self.lanes[self.simulator.use(item.weight)], item.weight)
         waited = self.now - reached
         step.exposed_s += waited
         if waited:
@@ -225,7 +228,7 @@ class _Run:
 
     def _join(self) -> None:
         reached = self.now
-        while self.copies.ops:
+        while any(lane.ops for lane in self.lanes.values()):
             self._advance()
         self.step.exposed_s += self.now - reached
         if self.now > reached:
@@ -233,8 +236,7 @@ class _Run:
 
     def _compute(self, region: int) -> None:
         start = self.now
-        stretched = self.stretch["region", self.moving] if self.moving else 1
-        self.region_end = start + self.simulator.compute_s[region] * stretched
+        self.region_end = start + self.simulator.compute_s[region] * self._stretched("region")
         while self.now < self.region_end:
             self._advance()
         self.region_end = IDLE
@@ -249,31 +251,44 @@ class _Run:
 
     def _advance(self) -> None:
         """Advance to the next end: of the region under way, or of what is first in a queue."""
-        copies, collectives, drive = self.copies, self.collectives, self.drive
-        moving = self.moving
-        slower_copy = slower_collective = 1.0
-        if moving and collectives.left != IDLE:
-            slower_copy = self.stretch.get((moving, self.phase), 1.0)
-            slower_collective = self.stretch[self.phase, moving]
-        copy_s, collective_s = copies.left * slower_copy, collectives.left * slower_collective
-        region_s, read_s = self.region_end - self.now, drive.left
-        delta = min(copy_s, collective_s, region_s, read_s)
+        collectives, drive, moving = self.collectives, self.drive, self.moving
+        busy = moving and collectives.left != IDLE
+        slower_collective = self._stretched(self.phase) if busy else 1.0
+        slower = [self._slower(moves, busy) for moves in moving]
+        copies_s = [self.lanes[moves].left * by for moves, by in zip(moving, slower, strict=True)]
+        collective_s, region_s, read_s = collectives.left * slower_collective, self.region_end - self.now, drive.left
+        delta = min(collective_s, region_s, read_s, *copies_s)
         self.now = self.region_end if delta == region_s else self.now + delta
-        if moving:
-            self.step.copy_s += delta
-        copies.left -= delta / slower_copy
+        self.step.copy_s += len(moving) * delta
+        for moves, by in zip(moving, slower, strict=True):
+            self.lanes[moves].left -= delta / by
         collectives.left -= delta / slower_collective
         drive.left -= delta
-        if copy_s == delta:
-            self._end_copy()
+        region_rate = self._stretched("region")
+        for moves, copy_s in zip(moving, copies_s, strict=True):
+            if copy_s == delta:
+                self._end_copy(moves)
         if read_s == delta:
             self._end_read()
         if collective_s == delta:
             self._end_phase()
         if self.moving != moving:  # the rest of the region runs at another rate
-            left = self.region_end - self.now
-            left = left / self.stretch["region", moving] if moving else left
-            self.region_end = self.now + (left * self.stretch["region", self.moving] if self.moving else left)
+            left = (self.region_end - self.now) / region_rate
+            self.region_end = self.now + left * self._stretched("region")
+
+    def _stretched(self, use: Use) -> float:
+        """The factor by which what is in flight stretches a region, or a phase of a collective."""
+        factor = 1.0
+        for moves in self.moving:
+            factor *= self.stretch[use, moves]
+        return factor
+
+    def _slower(self, moves: Moves, collective: object) -> float:
+        """The factor by which the rest of what is in flight stretches a copy.  ``collective``: whether one is."""
+        factor = self.stretch.get((moves, self.phase), 1.0) if collective else 1.0
+        for other in self.moving if len(self.moving) > 1 else ():
+            factor *= self.stretch.get((moves, other), 1.0)
+        return factor
 
     @property
     def _wants_engine(self) -> bool:
@@ -282,33 +297,34 @@ class _Run:
             return False
         return self.simulator.by_engine[self.collectives.ops[0]]
 
-    def _start_copy(self) -> None:
-        """Start the first copy, if it waits, its bytes are read and the engine is free."""
-        if self.moving or not self.copies.ops:
+    def _start_copy(self, moves: Moves) -> None:
+        """Start the first copy of a lane, if it waits, its bytes are read and the engine is free."""
+        lane = self.lanes[moves]
+        if lane.left != IDLE or not lane.ops:
             return
-        transfer = self.copies.ops[0]
+        transfer = lane.ops[0]
         if self._wants_engine or (transfer.read_s is not None and not self.drive.ready):
             return
-        self.copies.start, self.copies.left, self.moving = self.now, transfer.copy_s, transfer.use
+        lane.start, lane.left, self.moving = self.now, transfer.copy_s, (*self.moving, moves)
         self.live += transfer.nbytes
         self.step.peak_bytes = max(self.step.peak_bytes, self.live)
 
-    def _end_copy(self) -> None:
-        transfer, self.moving = self.copies.end(), None
+    def _end_copy(self, moves: Moves) -> None:
+        transfer, self.moving = self.lanes[moves].end(), tuple(m for m in self.moving if m != moves)
         self.arrival[transfer.op.weight] = self.now
-        self._record("copy", transfer.name, self.copies.start)
+        self._record(moves, transfer.name, self.lanes[moves].start)
         if transfer.read_s is not None:
             self.drive.release(transfer)
             self.drive.begin(self.now)
-        if self._wants_engine:
+        if self._wants_engine and not self.moving:
             self._start_exchange()
-        self._start_copy()
+        self._start_copy(moves)
 
     def _end_read(self) -> None:
         start, transfer = self.drive.start, self.drive.end()
         self._record("read", transfer.name, start)
         self.drive.begin(self.now)
-        self._start_copy()
+        self._start_copy("copy")
 
     def _start_collective(self) -> None:
         first = self.collectives.ops[0]
@@ -321,7 +337,7 @@ class _Run:
     def _start_exchange(self) -> None:
         """The latency is over: the bytes of the first collective cross the link, once they have what they occupy."""
         self.phase = "exchange"
-        waits = self._wants_engine and self.moving is not None
+        waits = self._wants_engine and bool(self.moving)
         self.collectives.left = IDLE if waits else self.simulator.link_s[self.collectives.ops[0]]
 
     def _end_phase(self) -> None:
@@ -335,4 +351,5 @@ class _Run:
         self._record("collective", self.simulator.problem.collectives[index].name, self.collectives.start)
         if self.collectives.ops:
             self._start_collective()
-        self._start_copy()
+        for moves in MOVES:
+            self._start_copy(moves)

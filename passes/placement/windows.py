@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
@@ -33,7 +34,7 @@ _STRETCHES = 24
 @dataclass(frozen=True)
 class Chunk:
     """A chunk of a weight.  ``seconds``: copy time alone on the link.  ``first``, ``last``: regions that read it.
-    ``pulled``: whether it comes from the devices of other ranks."""
+    ``use``: its lane."""
 
     weight: str
     index: int
@@ -41,7 +42,7 @@ class Chunk:
     seconds: float
     first: int
     last: int
-    pulled: bool = False
+    use: Moves = "copy"
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,15 @@ class Link:
     opens: tuple[float, ...]
 
 
-def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = ()) -> Link:
-    """The free time of the link in the resident step.  ``joins``: as in a Plan.
+def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Moves = "copy") -> Link:
+    """The free time of the link of a lane in the resident step.  ``joins``: as in a Plan.
 
-    Copies and pulls are one queue, so if there are pulls, the time of collectives is free for neither.
     A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not
     count as free, because it is shorter on a rank that reaches the collective late.
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
-    taking = simulator.taking_the_link("pull" if simulator.peers else "copy")
+    taking = simulator.taking_the_link(use)
     for start, end in sorted((s.start, s.end) for s in resident.spans if s.lane == "collective" and s.name in taking):
         if start > begin:
             gaps.append((begin, start))
@@ -83,8 +83,8 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
     for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
             nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
-            bounds, pulled = (weight.uses[0], weight.uses[-1]), simulator.use(weight.name) == "pull"
-            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, *bounds, pulled))
+            bounds = weight.uses[0], weight.uses[-1]
+            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, *bounds, simulator.use(weight.name)))
     return chunks
 
 

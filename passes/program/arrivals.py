@@ -1,8 +1,8 @@
 """Arrivals: which copies are marked, and which mark each region waits for.
 
-Copies run in the order in which they are issued.  So a region that waits for several weights waits for one mark only,
-after the copy of theirs that is issued last, and no other copy of theirs needs a mark.  The executor records and awaits
-these marks, and verify proves that they suffice.
+Copies run in the order in which they are issued, and so do pulls.  So a region that waits for several weights waits for one
+mark only of each lane, after the copy of theirs that is issued last there, and no other copy of theirs needs a mark.  The
+executor records and awaits these marks, and verify proves that they suffice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import accumulate, chain
 
 from torch.fx import Node
 
+from chunkflow_compile.passes.names import MOVES
 from chunkflow_compile.passes.ops import WAIT, Prefetch, prefetch_of
 
 from .cycle import Cycle
@@ -24,7 +25,8 @@ from .rewrite import Program
 class Arrivals:
     """``marked``: prefetch, or the weight whose resident chunks are copied on a cold start -> number of its mark.
 
-    ``awaited``: wait -> number of the mark to wait for; a wait that is not in it follows one that covers it.
+    ``awaited``: wait -> number of the mark to wait for, in the lane of its weight; a wait that is not in it follows one that
+    covers it.
     """
 
     marked: Mapping[Node | str, int]
@@ -53,15 +55,17 @@ def arrivals(cycle: Cycle | Program) -> Arrivals:
     awaited: dict[Node, int] = {}
     for start, call in zip(starts, nodes, strict=False):
         for position, group in _wait_groups(call):
-            copies = [
-                (turn, at, copied)
-                for node in group
-                for at, copied in issued.get(str(node.args[0]), ())
-                if (turn := _turn(at, copied, start + position)) is not None
-            ]
-            if copies:
-                newest = max(copies, key=lambda c: c[:2])[2]
-                awaited[group[0]] = marked.setdefault(newest, len(marked))
+            for moves in MOVES:
+                waits = [node for node in group if cycle.plan.lane(str(node.args[0])) == moves]
+                copies = [
+                    (turn, at, copied)
+                    for node in waits
+                    for at, copied in issued.get(str(node.args[0]), ())
+                    if (turn := _turn(at, copied, start + position)) is not None
+                ]
+                if copies:
+                    newest = max(copies, key=lambda c: c[:2])[2]
+                    awaited[waits[0]] = marked.setdefault(newest, len(marked))
     return Arrivals(marked, awaited)
 
 

@@ -30,16 +30,18 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
     waits: dict[str, list[_Wait]] = {}
     kept: dict[str, int] = {}  # weight -> the newest copy of its chunks that stay
-    newest: _Wait | None = None
+    newest = dict[str, _Wait]()  # lane -> the newest wait there
     for i, op in enumerate(order.ops):
         if op.kind == "chunk" and op.serves is None:
             kept[op.weight] = i
         if op.step == 1:
             begins.setdefault(op.call, i)
             if op.kind == "wait":
-                newest = _wait(order, i) or newest
-                if newest is not None:
-                    waits.setdefault(op.weight, []).append(newest._replace(at=i))
+                lane = cycle.plan.lane(op.weight)
+                if (wait := _wait(order, i)) is not None:
+                    newest[lane] = wait
+                if lane in newest:
+                    waits.setdefault(op.weight, []).append(newest[lane]._replace(at=i))
         for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
             uses.setdefault((weight, op.step), []).append(i)
     alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use

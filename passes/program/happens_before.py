@@ -1,36 +1,37 @@
 """Happens-before: which operations of programs are ordered on the device, whatever the speed of its streams.
 
 Programs that share an arena are unrolled turn by turn, in the order in which the host issues their ops.  A turn is a
-cold start and some steps of one program, or some passes over the calls of a cycle.  There are three streams.  Two are
-each in order: *compute* (regions, waits, evicts, handovers, window openings, completions and releases) and *copy*
-(chunks).  The third is *collective*.  A collective runs there from its start, which waits for the newest op of compute,
-to its end, for which a completion makes compute wait.  Nothing else orders collectives: every NCCL communicator has a
-stream of its own, and gloo runs several at a time.  So the order of two collectives counts only if compute completes the
-first before it issues the second.
+cold start and some steps of one program, or some passes over the calls of a cycle.  There are four streams.  Three are
+each in order: *compute* (regions, waits, evicts, handovers, window openings, completions and releases), and the lanes of
+chunks: *copy* (from host memory) and *pull* (from the devices of the ranks).  The fourth is *collective*.  A collective runs
+there from its start, which waits for the newest op of compute, to its end, for which a completion makes compute wait.
+Nothing else orders collectives: every NCCL communicator has a stream of its own, and gloo runs several at a time.  So the
+order of two collectives counts only if compute completes the first before it issues the second.
 
-Five kinds of events order one stream after another: a handover lets the first copies of a turn start, the opening of a
-window lets its chunks start, the arrival of the newest issued chunk of a region's weights ends its waits (arrivals.py),
-the start of a collective waits for compute, and its end ends its completion.
+Five kinds of events order one stream after another: a handover lets the first chunks of a turn start, the opening of a
+window lets its chunks start, the arrival of the newest issued chunk of a region's weights in a lane ends its waits
+(arrivals.py), the start of a collective waits for compute, and its end ends its completion.  If programs pull, compute
+waits before a handover for the newest chunk of each lane.  So chunks of two lanes are ordered through compute only.
 
 A call of a plan with joins runs in one of two *forms*, in any order: *eager*, as above, or *captured*, as one CUDA graph.
-A captured call has a copy stream of its own: its first chunk waits for the opening of its window only.  A wait there ends
+A captured call has lanes of its own: its first chunk in each waits for the opening of its window only.  A wait there ends
 with the arrival of a chunk of the same call; if the chunk that it awaits is of an earlier call or step, it is nothing.  Two
-more events order such a call.  At its beginning compute waits for the *tail*, the newest chunk of the eager copy stream, if
-one was issued since the captured call before, by whichever program: by a cold start, a jump, a rewritten weight, or an eager
-call.  At its end, the *join*, compute waits for the newest chunk of the call.
+more events order such a call.  At its beginning compute waits for the *tail*, the newest chunk of each eager lane, if one
+was issued since the captured call before, by whichever program: by a cold start, a jump, a rewritten weight, or an eager
+call.  At its end, the *join*, compute waits for the newest chunk of the call in each lane.
 
 ``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternations.  What follows
 from these holds for every sequence, because an order that is needed between ops of two calls depends on the forms of these
 two and of the calls between them only:
 
 * from compute to a chunk: it leads through the opening of the chunk's window, which is in the chunk's call in both forms;
-* from a chunk to compute, in one call: by an arrival there, the same one in both forms, as chunks are in one order;
+* from a chunk to compute, in one call: by an arrival there, the same one in both forms, as the order of a lane is;
 * from a chunk to compute in a later call: if all calls from the one to the other are eager, as where all calls are;
   else by the join of the first, if that is captured, or else by the tail of the next captured one;
-* between chunks: of two eager calls by the order of their stream, otherwise through compute, as before.
+* between chunks: of two eager calls by the order of their lane, otherwise through compute, as before.
 
 One call once in each step is so unrolled in all four pairs of forms.  A jump or a rewritten weight before a captured call
-copies on the eager stream, and the tail follows: it is a cold start that copies less (borders.py).
+copies in the eager lanes, and the tail follows: it is a cold start that copies less (borders.py).
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ import networkx as nx
 from torch.fx import Node
 
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 
 from .arrivals import Arrivals, arrivals
 from .cycle import Cycle, border
 from .rewrite import Program
 
-StreamName = Literal["compute", "copy", "collective"]
+StreamName = Literal["compute", "copy", "pull", "collective"]
 # fmt: off
 OpKind = Literal[
     "handover", "tail", "open", "chunk", "wait", "evict", "region", "collective", "element", "completion", "release",
@@ -116,7 +118,7 @@ _JOIN = Op(0, 0, "compute", "join", "join")
 
 
 @dataclass
-class _CopyStream:
+class _Lane:
     """``gate``: the newest event that it waits for.  ``arrival``: its chunk that was last marked, by turn and mark."""
 
     newest: int | None = None
@@ -152,8 +154,9 @@ class HappensBefore:
     def _link(self) -> None:
         """Add the edges.  Each leads from an op to one that is issued after it."""
         compute: int | None = None
-        eager, captured = _CopyStream(), _CopyStream()
-        tail: int | None = None  # the newest eager chunk, if no captured call has begun since
+        eager, captured = _lanes(), _lanes()
+        tail: dict[StreamName, int] = {}  # the newest chunk of each eager lane, if no captured call has begun since
+        pulls = any(turn.plan.pulled for turn in self.turns)
         running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
         for i, op in enumerate(self.ops):
             if op.stream == "collective":
@@ -163,31 +166,41 @@ class HappensBefore:
                     running[name] = []
                 running.setdefault(name, []).append(i)
                 continue
-            copies = captured if op.captured else eager
-            previous = copies.newest if op.stream == "copy" else compute
+            lanes = captured if op.captured else eager
+            lane = lanes.get(op.stream)
+            previous = compute if lane is None else lane.newest
             if previous is not None:
                 self.graph.add_edge(previous, i)
             if op.stream == "compute":
                 compute = i
             if op.kind in ("open", "handover"):
-                copies.gate = i
-            elif op.kind == "chunk":
-                if copies.gate is not None:
-                    self.graph.add_edge(copies.gate, i, event=self.ops[copies.gate].kind)
+                if op.kind == "handover" and pulls:
+                    self._await_newest(lanes, i)
+                for each in lanes.values():
+                    each.gate = i
+            elif lane is not None:
+                if lane.gate is not None:
+                    self.graph.add_edge(lane.gate, i, event=self.ops[lane.gate].kind)
                 if op.mark is not None:
-                    copies.arrival[op.turn, op.mark] = i
-                copies.newest = i
-                tail = tail if op.captured else i
-            elif op.kind == "wait" and op.mark is not None and (op.turn, op.mark) in copies.arrival:
-                self.graph.add_edge(copies.arrival[op.turn, op.mark], i, event="arrival")
+                    lane.arrival[op.turn, op.mark] = i
+                lane.newest = i
+                if not op.captured:
+                    tail[op.stream] = i
+            elif op.kind == "wait" and op.mark is not None:
+                marked = (each.arrival.get((op.turn, op.mark)) for each in lanes.values())
+                self.graph.add_edges_from(((chunk, i) for chunk in marked if chunk is not None), event="arrival")
             elif op.kind == "tail":
-                if tail is not None:
-                    self.graph.add_edge(tail, i, event="tail")
-                captured, tail = _CopyStream(), None
-            elif op.kind == "join" and captured.newest is not None:
-                self.graph.add_edge(captured.newest, i, event="join")
+                self.graph.add_edges_from(((chunk, i) for chunk in tail.values()), event="tail")
+                captured, tail = _lanes(), {}
+            elif op.kind == "join":
+                self._await_newest(captured, i)
             for name in op.collectives:
                 self.graph.add_edges_from(((begun, i) for begun in running.pop(name, ())), event="end")
+
+    def _await_newest(self, lanes: Mapping[StreamName, _Lane], i: int) -> None:
+        """Add the edges by which an op of compute waits for the newest chunk of each lane."""
+        newest = (lane.newest for lane in lanes.values())
+        self.graph.add_edges_from(((chunk, i) for chunk in newest if chunk is not None), event=self.ops[i].kind)
 
     def _count(self) -> _Clocks:
         """The order of issue is topological."""
@@ -197,8 +210,8 @@ class HappensBefore:
         for i in aside:
             earlier = list(self.graph.predecessors(i))
             before[i] = max((before[j] for j in earlier), default=-1)
-            if self.ops[i].stream == "copy":
-                copies[i] = next((copies[j] for j in earlier if self.ops[j].stream == "copy"), i)
+            if (lane := self.ops[i].stream) in MOVES:
+                copies[i] = next((copies[j] for j in earlier if self.ops[j].stream == lane), i)
         for i in reversed(aside):
             after[i] = min((after[j] for j in self.graph.successors(i)), default=count)
         return _Clocks(before, after, copies)
@@ -211,10 +224,12 @@ def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool]) -> Itera
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
             mark = marks.marked.get(weight.name)
-            yield Op(turn, PRIMING, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None, mark=mark)
+            lane = cycle.plan.lane(weight.name)
+            yield Op(turn, PRIMING, lane, "chunk", label, weight=weight.name, chunk=chunk, serves=None, mark=mark)
     for node in border(cycle, 0).prefetches:  # what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None:
-            yield from _chunks(prefetch, turn, PRIMING, marks.marked.get(node))
+            lane = cycle.plan.lane(prefetch.weight)
+            yield from _chunks(prefetch, lane, turn, PRIMING, marks.marked.get(node))
     for step in range(steps):
         for number, program in enumerate(cycle.calls):
             captured = next(forms) and bool(cycle.plan.joins)
@@ -234,7 +249,8 @@ def ops_of_call(program: Program, marks: Arrivals, turn: int = 0, step: int = 0)
             if prefetch.window != opened:
                 opened = prefetch.window
                 yield Op(turn, step, "compute", "open", f"opening of window {opened}")
-            yield from _chunks(prefetch, turn, step, marks.marked.get(node))
+            lane = program.plan.lane(prefetch.weight)
+            yield from _chunks(prefetch, lane, turn, step, marks.marked.get(node))
         elif node.op not in ("placeholder", "get_attr", "output"):
             yield from _issued(weights, node, turn, step, marks.awaited.get(node))
         if (values := released.get(node.name)) and node.op != "placeholder":
@@ -252,13 +268,17 @@ def _released(program: Program) -> dict[str, tuple[str, ...]]:
     return {node: values for node, values in released.items() if values}
 
 
-def _chunks(prefetch: Prefetch, turn: int, step: int, mark: int | None) -> Iterator[Op]:
+def _lanes() -> dict[StreamName, _Lane]:
+    return {moves: _Lane() for moves in MOVES}
+
+
+def _chunks(prefetch: Prefetch, lane: Moves, turn: int, step: int, mark: int | None) -> Iterator[Op]:
     weight = prefetch.weight
     for chunk in range(prefetch.first, prefetch.end):
         label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
         serves = step + 1 if prefetch.next_step else step
         last = mark if chunk == prefetch.end - 1 else None
-        yield Op(turn, step, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves, mark=last)
+        yield Op(turn, step, lane, "chunk", label, weight=weight, chunk=chunk, serves=serves, mark=last)
 
 
 def _issued(weights: Mapping[str, str], node: Node, turn: int, step: int, mark: int | None) -> Iterator[Op]:

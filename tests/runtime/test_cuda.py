@@ -234,7 +234,7 @@ def test_the_clock_never_waits(late: tuple[FakeCuda, FakeStream, Engine]) -> Non
     for number in range(FRAMES):
         found = clock.begin(caller, True, consecutive=number != 2)
         assert found is not None
-        clock.end(found, caller, copy, lambda *times: told.append(times))
+        clock.end(found, caller, [copy], lambda *times: told.append(times))
     assert clock.begin(caller, True, True) is None, "all frames are in use: the call is not measured"
     clock.collect()
     assert not told
@@ -251,7 +251,7 @@ def test_each_call_is_measured_however_late_the_device_is(late: tuple[FakeCuda, 
     for call in range(calls):
         frame = clock.begin(caller, True, True)
         assert frame is not None
-        clock.end(frame, caller, copy, lambda *_, call=call: told.append(call))
+        clock.end(frame, caller, [copy], lambda *_, call=call: told.append(call))
         clock.collect()
     assert not told
     engine.resume()

@@ -15,14 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import listed
+from mutations import MUTATIONS, Mutation, listed
 from random_programs import Choices, PeersBench, Spec, choices, examples, specs
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes import pieces as geometry
 from chunkflow_compile.passes.plan import Plan, runs
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.passes.program.verify import verify
+from chunkflow_compile.passes.program.verify import check, verify, verify_together
+from chunkflow_compile.runtime.device_base import Device
 from chunkflow_compile.weights.pieces import Pieces
 
 STEPS = 3
@@ -59,6 +60,66 @@ def test_random_programs_with_three_homes(programs: int, record_property: Callab
     check_all()
     assert len(seen) == programs and min(count[home] for home in ("device", "host", "peers")) > programs / 2
     record_property("counts", f"{programs} different programs of three homes: {count['runs']} runs, 0 mismatches")
+
+
+def in_turns(spec: Spec, one: Choices, other: Choices) -> tuple[PeersBench, list[tuple[Program, torch.Tensor]]]:
+    """Steps of two programs in one arena, with other weights in pieces in each."""
+    found = PeersBench(spec, one)
+    a = found.program(one)
+    found.deal(other)
+    b = found.program(other)
+    verify_together(a, b)
+    order = [a, b, b, a, a, b]
+    return found, list(zip(order, found.inputs(len(order)), strict=True))
+
+
+def test_programs_that_take_turns_in_one_arena(record_property: Callable[[str, object], None]) -> None:
+    count: Counter[str] = Counter()
+
+    @examples(220, 6)
+    @given(specs, choices, choices)
+    def check_all(spec: Spec, one: Choices, other: Choices) -> None:
+        found, turns = in_turns(spec, one, other)
+        count.update(pairs=1, runs=matches(found, turns, one.seed))
+
+    check_all()
+    record_property("counts", f"{count['pairs']} pairs of programs in one arena: {count['runs']} runs, 0 mismatches")
+
+
+def test_without_the_wait_for_both_lanes_they_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one program has in flight in a lane arrives over what the next has copied in the other."""
+    monkeypatch.setattr(Device, "await_lanes", lambda self, events: None)
+    shown: Counter[str] = Counter()
+
+    @examples(220, 6)
+    @given(specs, choices, choices)
+    def check_all(spec: Spec, one: Choices, other: Choices) -> None:
+        shown[goes_wrong(*in_turns(spec, one, other), one.seed)] += 1
+
+    check_all()
+    assert shown["number"]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(mutation: Mutation) -> None:
+    count: Counter[str] = Counter()
+
+    @examples(230, 3)
+    @given(specs, st.lists(choices, min_size=3, max_size=3), st.integers(0, 2**16))
+    def check_all(spec: Spec, plans: list[Choices], seed: int) -> None:
+        for chosen in plans:
+            found = PeersBench(spec, chosen)
+            program = mutation(found.program(chosen), random.Random(seed))
+            if program is None:
+                continue
+            program.module.recompile()
+            refused = bool(list(check(program)))
+            wrong = goes_wrong(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            assert refused or not wrong, mutation.__name__
+            count.update(made=1, refused=refused)
+
+    check_all()
+    assert count["made"] and count["refused"]
 
 
 @dataclass(frozen=True, eq=False)

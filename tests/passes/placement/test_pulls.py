@@ -67,13 +67,15 @@ def test_a_pull_and_a_collective_stretch_each_other() -> None:
 
 
 def test_a_region_is_stretched_by_what_is_in_flight() -> None:
-    """A copy, and after it a pull: each by its own factor."""
-    found = problem([12, 50], [weight(0, 2 * CHUNK, (1,)), weight(1, 16 * CHUNK, (1,))])
+    """A copy, and beside it a pull that takes twice as long: each by its own factor."""
+    found = problem([12, 50], [weight(0, 2 * CHUNK, (1,)), weight(1, 32 * CHUNK, (1,))])
     machine = replace(NVLINK, compute_slowdown=2.0, compute_pull_slowdown=1.25)
-    windows = {"w0": (0,) * 2, "w1": (0,) * 16}
+    windows = {"w0": (0,) * 2, "w1": (0,) * 32}
     played = play(on_devices(found, 2, "w1"), windows, machine)
-    assert played.copy_s == about(4 * US)
-    assert played.compute_s == about((62 + 2 * (1 - 1 / 2) + 2 * (1 - 1 / 1.25)) * US)
+    assert played.copy_s == about((2 + 4) * US)
+    assert played.compute_s == about((62 + 2 * (1 - 1 / 2.5) + 2 * (1 - 1 / 1.25)) * US)
+    crowded = play(on_devices(found, 2, "w1"), windows, replace(machine, shared_link=True))
+    assert crowded.copy_s == about((4 + 6) * US), "each takes half of a link that they share"
 
 
 def test_pulls_keep_clear_of_collectives_and_copies_need_not() -> None:
@@ -85,7 +87,7 @@ def test_pulls_keep_clear_of_collectives_and_copies_need_not() -> None:
         (c.name, s.name)
         for s in spans
         for c in spans
-        if s.lane == "collective" and c.lane == "copy" and c.start < s.end - 1e-9 and s.start < c.end - 1e-9
+        if s.lane == "collective" and c.lane == "pull" and c.start < s.end - 1e-9 and s.start < c.end - 1e-9
     ]
     assert pulled.pulled_bytes > 0 and not meet
 
@@ -94,7 +96,7 @@ def test_weights_in_host_memory_stay_first() -> None:
     found = blocks_problem(6, 9.0)
     names = [w.name for w in found.weights]
     planner = Planner(on_devices(found, 2, *names[::2]), Simulator(on_devices(found, 2, *names[::2]), NVLINK, CHUNK))
-    pulled = [planner.chunks[i].pulled for i in planner.ranking]
+    pulled = [planner.chunks[i].use == "pull" for i in planner.ranking]
     assert pulled == sorted(pulled) and {*pulled} == {False, True}
 
 
