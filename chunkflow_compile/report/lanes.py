@@ -81,7 +81,7 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[StepLane, ...]:
-        """The lanes of this step: without pulls if nothing comes from other ranks, without reads if nothing is on the drive."""
+        """The lanes of this step: without pulls, or reads, if there are none."""
         return tuple(lane for lane in STEP_LANES if lane not in ("pull", "read") or self.lane(lane))
 
     def occupancy(self) -> list[tuple[float, int]]:

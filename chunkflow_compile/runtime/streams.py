@@ -320,7 +320,12 @@ def _as_here(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-_WORK = {"copy": "A copy to the device", "compute": "A region", "collective": "A collective"}
+_WORK = {
+    "copy": "A copy to the device",
+    "pull": "A pull from other ranks",
+    "compute": "A region",
+    "collective": "A collective",
+}
 
 
 def _explained(name: str, error: BaseException) -> BaseException:
