@@ -205,6 +205,10 @@ class Hardware:
         """Bytes/s of a long copy alone on the link, while no other rank copies."""
         return self.eta_pref * self.h2d_bandwidth
 
+    def rate_beside_pulls(self, ranks: int) -> float:
+        """Bytes/s of copies from host memory while all of so many ranks copy and pull; 0 if both take one link."""
+        return 0.0 if self.shared_link else self.shared_by(ranks).copy_rate
+
     def pull_seconds(self, nbytes: int, from_others: int, chunks: int) -> float:
         """Seconds for which so many chunks, ``nbytes``, come from the devices of several ranks with their links free.
 

@@ -231,7 +231,8 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
     if planned is None or settings.timings is not None:
         return frozenset()
     budget = (settings.memory if finest.traced.repeats is None else finest.traced.repeats.memory) is not None
-    return to_peers(finest, planned, settings.ranks, budget)
+    rate = settings.hardware.rate_beside_pulls(settings.ranks)
+    return to_peers(finest, planned, settings.ranks, budget, rate)
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:

@@ -129,7 +129,8 @@ def on_peers_of(arm: Arm, code: Code, settings: Mapping[str, Any]) -> frozenset[
         wanted = {**settings, "timings": replace(settings["timings"], problem=problem.digest)}
         return make_plan(problem, replace(code.settings, **wanted, likes=(), peers=False))
 
-    return to_peers(code.cut, plan, code.settings.ranks)
+    ranks = code.settings.ranks
+    return to_peers(code.cut, plan, ranks, host_rate=code.settings.hardware.rate_beside_pulls(ranks))
 
 
 def block_bytes(problem: Problem) -> int:

@@ -123,6 +123,18 @@ def test_weights_that_stay_have_no_pieces(traced: Traced) -> None:
     assert choose_cut(traced, replace(goal, peers=True)).on_peers == streamable(cut)
 
 
+def test_some_come_from_the_host_beside_pulls(traced: Traced) -> None:
+    """Where the link of the ranks is the bound, and the other link would have nothing to do."""
+    cut = make_cut(traced, 1)
+    goal = to_peers(cut, 6.0, memory=round(0.7 * cut.problem.total_bytes), chunk_bytes=1 << 18)
+    goal = replace(goal, hardware=replace(goal.hardware, peer_bandwidth=1.5 * goal.hardware.copy_rate))
+    plan, pulls = (make_plan(c.problem, goal) for c in (choose_cut(traced, goal), on_peers(cut, streamable(cut), 2)))
+    assert {w.home for w in plan.streamed} == {"host", "peers"}
+    assert plan.predicted.step_s < 0.95 * pulls.predicted.step_s
+    lanes = {s.lane for s in plan.predicted.spans}
+    assert {"copy", "pull"} <= lanes
+
+
 def test_no_pieces_where_copies_hide_or_ranks_cannot_pull(traced: Traced) -> None:
     cut = make_cut(traced, 1)
     assert not choose_cut(traced, to_peers(cut, 1.6)).on_peers
