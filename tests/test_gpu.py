@@ -85,7 +85,7 @@ def test_without_arrivals_numbers_are_wrong() -> None:
     for slot in executor.binding.slots.values():
         slot.fill_(255)
     copy, ballast = executor.device.copy_bytes, torch.randn(HEAVIER, HEAVIER, device="cuda")
-    executor.device.copy_bytes = lambda target, source: (ballast @ ballast, copy(target, source))
+    executor.device.copy_bytes = lambda *args: (ballast @ ballast, copy(*args))
     executor.device.compute.wait = lambda event, waited=None: None
     assert not torch.equal(run(x), right(x))
 
@@ -249,7 +249,7 @@ def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
         executor.instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
     else:
         copy = executor.device.copy_bytes
-        executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))
+        executor.device.copy_bytes = lambda *args: (heavy(), copy(*args))
     check_on_card(run, right, 6, (64, 8))
 
 

@@ -11,8 +11,8 @@ block, so equal blocks stay equal.
 
 Pieces take memory of the device whatever the plan does, so a weight that stays there whole should have none: all weights get
 pieces, and then those that the plan keeps lose theirs, which leaves room for more to stay.  Where copies from host memory
-have a link of their own, so many weights lose them, too, as that link can bring in a step, spread over it: they take no memory
-and none of the peers' link.
+have a link of their own, so many weights lose them, too, as that link can bring in a step, spread over it: these take no
+memory, and nothing of the peers' link.
 """
 
 from __future__ import annotations

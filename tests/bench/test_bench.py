@@ -191,12 +191,12 @@ def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(debug: tuple[
         transfer.ends = lambda at: (ends(at), inside.clear())
         return transfer
 
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+    def slow(target: torch.Tensor, source: torch.Tensor, moves: str) -> None:
         started.append(target.nbytes)
         if inside.is_set():
             during[-1] += 1
         time.sleep(0.001)
-        copy(target, source)
+        copy(target, source, moves)
 
     executor.traffic.collective = collective
     executor.device.copy_bytes = slow

@@ -47,9 +47,9 @@ def ctrl_c() -> Iterator[None]:
 def slow_copies(device: Any, seconds: float) -> None:
     plain = device.copy_bytes
 
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+    def slow(target: torch.Tensor, source: torch.Tensor, moves: str) -> None:
         time.sleep(seconds)
-        plain(target, source)
+        plain(target, source, moves)
 
     device.copy_bytes = slow
 

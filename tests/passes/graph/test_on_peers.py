@@ -51,10 +51,10 @@ arg3_1: bfloat16[128, 64]  # blocks.1.up.weight
 arg4_1: bfloat16[64, 128]  # blocks.1.down.weight, in pieces
 weight                size      home    why
 --------------------  --------  ------  -------------------
-blocks.0.up.weight    16.0 KiB  host    exposed by 0.823 ms
-blocks.0.down.weight  16.0 KiB  peers   exposed by 0.003 ms
-blocks.1.up.weight    16.0 KiB  host    exposed by 0.823 ms
-blocks.1.down.weight  16.0 KiB  peers   exposed by 0.003 ms
+blocks.0.up.weight    16.0 KiB  host    exposed by 0.818 ms
+blocks.0.down.weight  16.0 KiB  peers   exposed by 0.011 ms
+blocks.1.up.weight    16.0 KiB  host    exposed by 0.818 ms
+blocks.1.down.weight  16.0 KiB  peers   exposed by 0.011 ms
 block          weights    streamed    resident    least slack
 -------------  ---------  ----------  ----------  -------------
 blocks.0 .. 1  32.0 KiB   32.0 KiB    0 B         waits 0.8 ms""",
