@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _why_no_pulls(profile: Hardware) -> str:
     """Why ranks do not pull from each other, empty if they do or if none were measured."""
     how = profile.sources["peer_bandwidth"]
-    return "" if profile.peer_bandwidth or how.startswith("not measured") else how
+    return "" if profile.peer_bandwidth or how.startswith("not measured") else how.removeprefix("0: ")
 
 
 def profile_table(profile: Hardware) -> str:
