@@ -30,9 +30,15 @@ MEASURED = {field: getattr(MACHINE, field) for field in Hardware.__dataclass_fie
 
 
 class WorkTime(threading.local):
-    """A clock for each thread: time passes by what is done only.  Work takes longer while another thread works."""
+    """A clock for each thread: time passes by what is done only.  Work takes longer while another thread works.
+
+    ``known``: the threads that do not count, of the test and of those before it.
+    """
 
     seconds = 0.0
+
+    def __init__(self, known: set[threading.Thread]) -> None:
+        self.known = known
 
     def perf_counter(self) -> float:
         return self.seconds
@@ -41,13 +47,13 @@ class WorkTime(threading.local):
 
     def taking(self, seconds: float, beside: float) -> None:
         """``beside``: the factor by which it takes longer then."""
-        self.seconds += seconds * (1 if threading.active_count() == 1 else beside)
+        self.seconds += seconds * (beside if {*threading.enumerate()} - self.known else 1)
 
 
 def on_work_time(patch: pytest.MonkeyPatch, slower: float = 1.0) -> WorkTime:
     """Pulls take what the model says on MACHINE, times ``slower``, and three times that beside other work; an MLP takes
     10 ms, and 12.5 beside pulls."""
-    time = WorkTime()
+    time = WorkTime({*threading.enumerate()})
 
     def timed(device: torch.device, chunks: list[Pieces], *port: Any) -> Callable[[], object]:
         left = [*chunks]
