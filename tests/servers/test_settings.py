@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,31 @@ def place_with_peers(rank: int) -> None:
         found = placement.store.peers
         assert (found is None) == (peers == "false") and (found is None or (found.place, found.ranks) == (rank, 2))
         restore(model)
+
+
+def place_by_both_plug_ins(rank: int) -> None:
+    """As the servers call them, of which no wheel is needed for that."""
+    from chunkflow_compile.servers import sglang, vllm_omni
+
+    found = Settings("1GiB", {"min_bytes": 1024}, peers="auto")
+    models = Stack(), Stack()
+    with pytest.MonkeyPatch.context() as patch:
+        path = ["sglang", "multimodal_gen", "runtime", "distributed"]
+        for n in range(1, 5):
+            patch.setitem(sys.modules, ".".join(path[:n]), SimpleNamespace(get_local_torch_device=lambda: CPU))
+        sglang.Hooks(found).place(None, models[0])
+    pipeline = SimpleNamespace(transformer=models[1], to=lambda device: None)
+    backend = vllm_omni._Backend(found, None, CPU)
+    backend.enable(pipeline)
+    for model in models:
+        placement = placement_of(model)
+        assert placement is not None and placement.peers == "auto" and placement.store.peers is not None
+    backend.disable()
+    restore(models[0])
+
+
+def test_both_plug_ins_place_with_peers(on_ranks: Callable[..., None]) -> None:
+    on_ranks(place_by_both_plug_ins)
 
 
 def test_a_plug_in_places_with_the_ranks_of_the_server(on_ranks: Callable[..., None]) -> None:
