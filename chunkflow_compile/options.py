@@ -143,9 +143,7 @@ class Options:
             ("cudagraphs", get_args(CudaGraphsWanted)),
             ("pack", get_args(Pack)),
         ):
-            if (value := getattr(self, name)) not in allowed or not isinstance(value, str | bool):  # 1 == True
-                listed = ", ".join(map(str, allowed))
-                raise ChunkflowError(f"Option {ALIASES.get(name, name)}={value!r} is unknown; use one of {listed}.")
+            check_choice(ALIASES.get(name, name), getattr(self, name), allowed)
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":
                 whole_number(getattr(self, name), f"Option {name}", least)
@@ -226,6 +224,12 @@ class Options:
             joined="auto" if self.cudagraphs == "auto" else bool(self.cudagraphs),
             pack=self.pack,
         )
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ChunkflowError for a value of an option that is none of those allowed, which are texts and truth values."""
+    if value not in allowed or not isinstance(value, str | bool):  # 1 == True
+        raise ChunkflowError(f"Option {name}={value!r} is unknown; use one of {', '.join(map(str, allowed))}.")
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -47,8 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
         profile = replace(profile, drive_bandwidth=rate, sources=sources)
     out.write_text(profile.to_json())
     print(profile_table(profile))
+    if why := _why_no_pulls(profile):
+        print(f"\nno pulls from other ranks: {why}")
     print(f"\nprofile: {out}")
     return 0
+
+
+def _why_no_pulls(profile: Hardware) -> str:
+    """Why ranks do not pull from each other, empty if they do or if none were measured."""
+    how = profile.sources["peer_bandwidth"]
+    return "" if profile.peer_bandwidth or how.startswith("not measured") else how.removeprefix("0: ")
 
 
 def profile_table(profile: Hardware) -> str:
@@ -74,4 +82,11 @@ def profile_table(profile: Hardware) -> str:
         ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),
         ("compute beside a copy", f"{profile.compute_slowdown:.2f} times as long"),
     ]
+    if profile.peer_bandwidth:
+        rows += [
+            ("pulls from all other ranks", f"{profile.peer_bandwidth / 1e9:.4g} GB/s"),
+            ("pull beside a collective", f"{profile.pull_slowdown:.2f} times as long"),
+            ("collective beside pulls", f"{profile.collective_pull_slowdown:.2f} times as long"),
+            ("compute beside pulls", f"{profile.compute_pull_slowdown:.2f} times as long"),
+        ]
     return tabulate(rows)

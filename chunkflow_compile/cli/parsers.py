@@ -168,7 +168,10 @@ def _calibrate(parser: ArgumentParser) -> None:
     add("--emulate", metavar="SIZE", help=emulate)
     one_port = "with --emulate: all ranks share the link, through FILE"
     add("--one-port", metavar="FILE", help=one_port)
-    ranks = "ranks that copy at once, for what they share of the host's memory (default: all GPUs, on a CPU 1)"
+    ranks = (
+        "ranks that copy at once, for what they share of the host's memory, and pull from each other's devices (default: all "
+        "GPUs, on a CPU 1)"
+    )
     add("--ranks", type=int, metavar="N", help=ranks)
     loopback = "measure the collectives of one process, through host memory: one GPU is enough"
     add("--loopback", action="store_true", help=loopback)

@@ -2,7 +2,7 @@
 
 Every figure is a median of repetitions.  The stages: GEMM and attention rates by dtype, memory bandwidth, the cost of a
 call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once; copies
-of all ranks at once.
+of all ranks at once, and their pulls from each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,26 +26,21 @@ from tqdm import tqdm
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.runtime.device import make_port
-from chunkflow_compile.runtime.link import Port
 from chunkflow_compile.units import size
 
-from .contention import MIB, REPEATS, compute_slowdown, contended_seconds, copier, factor, median_seconds
+from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
+from .pulls import Pulls, measure_pulls, pull_figures
 from .stopwatch import Stopwatch
+from .together import ROUNDS_BESIDE, all_to_all, joined, rank_device, rounds
 
 LINK_RANKS = 2
 # The smallest copy gives the cost to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
-# Collectives per measurement.  Fixed, because all ranks must make the same number of calls; copies run beside them for
-# some hundred milliseconds.
-ROUNDS_BESIDE = 40
 # Copies of a rank in a round of all ranks: 40 ms on PCIe 5, long beside what ranks leave a barrier apart.
 COPIES_TOGETHER = 32
-# A smaller slowdown of compute is noise, and would keep plans from streaming.
-LEAST_SLOWDOWN = 1.02
-_TIMEOUT = timedelta(minutes=2)
 # An H100 at 345 MHz gave 725 of its 781 TFLOP/s at first, and 52.6 of 55 GB/s.
 _WARM_UP_S = 1.0
 # Kernel of attention -> the backend of torch that is it.
@@ -61,7 +55,8 @@ _ETA_GEMM = 0.85
 # A figure of a profile, its value, and how it was measured, or that it was not.
 _Figure = tuple[str, Any, str]
 _ASSUMED = "not measured, one device only"
-_AS_IT_IS = ("not measured", "assumption", "1:", "as the driver says")
+_ONE_RANK = "not measured, one rank only: chunkflow calibrate --ranks N measures N at once"
+_AS_IT_IS = ("not measured", "assumption", "0:", "1:", "as the driver says")
 
 
 def calibrate(
@@ -75,7 +70,7 @@ def calibrate(
 
     ``emulated``: an emulated link for copies and collectives.  The profile records it, and programs compiled for the
     profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
-    ``together``: the ranks that copy at once, by default one for each GPU.
+    ``together``: the ranks that copy at once, and pull from each other, by default one for each GPU.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
     together = together or (1 if device.type == "cpu" else torch.cuda.device_count())
@@ -90,6 +85,7 @@ def calibrate(
         "copies": partial(_copies, device, emulated),
         "collectives and compute, alone and beside copies": link,
         "copies of all ranks at once": partial(_together, device, emulated, together),
+        "pulls from the devices of other ranks": partial(_pulls, device, emulated, together, not loopback, figures),
     }
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
     _warm_up(device)
@@ -247,7 +243,7 @@ def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bo
 
 def _together(device: torch.device, emulated: LinkEmulation | None, ranks: int) -> Iterator[_Figure]:
     if ranks < 2:
-        yield "host_bandwidth", 0.0, "not measured, one rank only: chunkflow calibrate --ranks N measures N at once"
+        yield "host_bandwidth", 0.0, _ONE_RANK
         return
     worst: float = _spawned(_copy_together, ranks, device.type, emulated, ranks)
     yield (
@@ -255,6 +251,21 @@ def _together(device: torch.device, emulated: LinkEmulation | None, ranks: int) 
         round(ranks * worst),
         f"{ranks} ranks that copy at once, {ranks} times the rate of the slowest",
     )
+
+
+def _pulls(
+    device: torch.device, emulated: LinkEmulation | None, ranks: int, exchanges: bool, figures: Mapping[str, Any]
+) -> Iterator[_Figure]:
+    """``exchanges``: whether these ranks can exchange, too.  ``figures``: those measured before."""
+    hardware = Hardware(name=device_name(device), **figures)
+    if ranks < 2:
+        found: Pulls | str = _ONE_RANK
+    elif emulated is not None and not emulated.peers:
+        found = "0: pulls take the emulated link of copies from host memory"
+    else:
+        found = _spawned(measure_pulls, ranks, device.type, emulated, ranks, exchanges)
+        found = f"0: {found}" if isinstance(found, str) else found
+    yield from pull_figures(found, hardware, ranks)
 
 
 def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> Any:
@@ -269,54 +280,26 @@ def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) 
 
 def _copy_together(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int) -> None:
     """Save the bytes/s of the slowest of all ranks, which copy at the same time."""
-    torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    try:
+    device = rank_device(kind, rank)
+    with joined("gloo", rank, ranks, folder):
         size = COPY_SIZES[-1] if kind == "cuda" else MIB
         port, walk = None if emulated is None else make_port(emulated), (4 if kind == "cuda" else 1) * COPY_SIZES[-1]
         copy = copier(device, size, port, walk)
-        seconds = [max(s) for s in _rounds(device, copy, ranks)]
+        seconds = [max(s) for s in rounds(device, copy, COPIES_TOGETHER)]
         if rank == 0:
             torch.save(COPIES_TOGETHER * size / statistics.median(seconds[1:]), Path(folder) / "rank0.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def _rounds(device: torch.device, copy: Callable[[], object], ranks: int) -> Iterator[list[float]]:
-    """Seconds of each rank's copies in a round, which all begin at once.  The first round touches the memory."""
-    for _ in range(1 + REPEATS):
-        dist.barrier()
-        watch = Stopwatch(device)
-        for _ in range(COPIES_TOGETHER):
-            copy()
-        mine, everyone = watch.stop(), [0.0] * ranks
-        dist.all_gather_object(everyone, mine)
-        yield everyone
 
 
 def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:
-    torch.set_num_threads(1)
+    device = rank_device(kind, rank)
     port = None if emulated is None else make_port(emulated)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    if loopback:
-        # A copy engine serves one stream until that has no copy left: an exchange by copies would wait for all beside it.
-        join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
-    else:
-        backend, meet = "nccl" if kind == "cuda" else "gloo", f"file://{folder}/meet"
-        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=LINK_RANKS, timeout=_TIMEOUT)
-    try:
+    with _joined_or_alone(rank, kind, folder, loopback):
         points = []
         for size in COLLECTIVE_SIZES:
             crossing = size * (LINK_RANKS - 1) // LINK_RANKS
-            points.append((crossing, median_seconds(device, _all_to_all(device, size, port), ROUNDS_BESIDE)))
+            points.append((crossing, median_seconds(device, all_to_all(device, size, LINK_RANKS, port), ROUNDS_BESIDE)))
         copy = copier(device, COPY_SIZES[-1] // 4, port)
-        exchange = _all_to_all(device, COLLECTIVE_SIZES[-1], port)
+        exchange = all_to_all(device, COLLECTIVE_SIZES[-1], LINK_RANKS, port)
         uncontended_s = median_seconds(device, copy), median_seconds(device, exchange, ROUNDS_BESIDE)
         contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, copy)
         factors = [round(factor(*pair), 2) for pair in zip(contended_s, uncontended_s, strict=True)]
@@ -324,7 +307,19 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         figures = [*_link_figures(*_line_through(points), *factors), _slowed(slowdown)]
         if rank == 0:
             torch.save(figures, Path(folder) / "rank0.pt")
-        dist.barrier()
+
+
+@contextlib.contextmanager
+def _joined_or_alone(rank: int, kind: str, folder: str, loopback: bool) -> Iterator[None]:
+    """In a process group of two ranks, or in one that this rank stands for with ``loopback``."""
+    if not loopback:
+        with joined("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
+            yield
+        return
+    # A copy engine serves one stream until that has no copy left: an exchange by copies would wait for all beside it.
+    join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -337,17 +332,6 @@ def _link_figures(latency_s: float, rate: float, copy: float, collective: float)
     yield "shared_link", shared, "a factor above 1.05"
     yield "copy_slowdown", copy if shared else 1.0, "beside a collective"
     yield "collective_slowdown", collective if shared else 1.0, "beside copies"
-
-
-def _all_to_all(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
-    sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-
-    def exchange() -> None:
-        dist.all_to_all_single(received, sent)
-        if port is not None:
-            port.send("collective", size * (LINK_RANKS - 1) // LINK_RANKS)
-
-    return exchange
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -26,6 +26,8 @@ MIB = 1 << 20
 REPEATS = 7
 # Compute is timed alone and beside copies in this many turns: the speed of a machine changes from second to second.
 TURNS = 24
+# A smaller slowdown of compute is noise, and would keep plans from streaming.
+LEAST_SLOWDOWN = 1.02
 # Blocks between two events on a GPU: enough that the host's time to issue them does not count.
 _BLOCKS = 8
 # Bytes that successive copies cycle through: enough that none are in a cache when their turn comes again.
@@ -66,11 +68,15 @@ def copier(device: torch.device, size: int, port: Port | None = None, walk: int 
 
 
 def compute_slowdown(
-    device: torch.device, port: Port | None = None, meet: Callable[[], object] = lambda: None
+    device: torch.device,
+    port: Port | None = None,
+    meet: Callable[[], object] = lambda: None,
+    copy: Callable[[], object] | None = None,
 ) -> float:
     """The factor by which back-to-back copies slow compute like that of a block.
 
-    ``meet``: a barrier of all ranks, so that all copy at the same time and pause at the same time.
+    ``meet``: a barrier of all ranks, so that all copy at the same time and pause at the same time.  ``copy``: makes the next
+    copy, by default one from host memory through ``port``.
     """
     host = device.type == "cpu"
     # On the CPU, sized so that several copies fall into each timed run, on an emulated link too.
@@ -84,7 +90,7 @@ def compute_slowdown(
         for _ in range(1 if host else _BLOCKS):
             _ = x + F.gelu(F.layer_norm(x, (width,)) @ into) @ back
 
-    copy, factors = copier(device, size, port, _WALK), []
+    copy, factors = copy or copier(device, size, port, _WALK), []
     for _ in range(TURNS):
         meet()
         uncontended_s = median_seconds(device, blocks, 1)

@@ -8,9 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, get_args
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from chunkflow_compile.options import Options
 
 MEMORY = "CHUNKFLOW_MEMORY"
 OPTIONS = "CHUNKFLOW_OPTIONS"
@@ -23,17 +31,32 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Settings:
     """``memory``: most weight bytes of one transformer on the device, such as "12GiB".  ``options``: other options of the
-    backend.  ``port``: at which rank 0 serves metrics, and each other rank at its number above; None for none."""
+    backend.  ``port``: at which rank 0 serves metrics, and each other rank at its number above; None for none.
+    ``peers``: as in ``offload``, with the ranks of the server, which are those of the default process group."""
 
     memory: str
-    options: Mapping[str, object]
+    options: Mapping[str, Any]
     port: int | None = None
+    peers: OnPeers = False
+
+    def place(self, model: nn.Module, device: torch.device | None) -> nn.Module:
+        """Offload a transformer, for the device of its weights by default; return it.  With ``peers``, all ranks must do so.
+
+        Raises ChunkflowError as ``offload``, and if ranks cannot have weights on each other's devices, by the profile.
+        """
+        from chunkflow_compile.frontend.compile import refuse_no_peers
+        from chunkflow_compile.placed.offload import offload, target_of
+
+        chosen = _parsed(self.memory, **self.options)
+        if self.peers:
+            refuse_no_peers(self.peers, None, target_of(model, device), chosen)
+        return offload(model, device, min_bytes=chosen.min_bytes, peers=self.peers)
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings | None:
     """The settings in an environment; None where ``CHUNKFLOW_MEMORY`` is not set or empty.
 
-    ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``.
+    ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``, and of ``peers``.
     ``CHUNKFLOW_METRICS_PORT``: a port for Prometheus.  Raises ChunkflowError that names the variable for a memory that is no
     size, for options that are no JSON object or that the backend does not have, and for what is no port.
     """
@@ -49,13 +72,21 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
         raise ChunkflowError(f"{OPTIONS} is {json.dumps(options)}, and must be a JSON object: {_EXAMPLE}.")
     if "memory" in options:
         raise ChunkflowError(f"memory is in {MEMORY} and in {OPTIONS}: leave it out of {OPTIONS}.")
-    from chunkflow_compile.options import parse_options  # imports torch, which a server without settings may not want
-
     try:
-        parse_options({**options, "memory": memory})
+        _parsed(memory, **options)
     except ChunkflowError as error:
         raise ChunkflowError(f"{OPTIONS}: {error}") from error
-    return Settings(memory, options, _port(environ.get(PORT, "").strip()))
+    peers = options.pop("peers", False)
+    return Settings(memory, options, _port(environ.get(PORT, "").strip()), peers)
+
+
+def _parsed(memory: str, *, peers: OnPeers = False, **options: Any) -> Options:
+    """The options of the backend, parsed.  Raises ChunkflowError for those that are unknown, and for bad values."""
+    from chunkflow_compile.options import check_choice, parse_options  # imports torch; without settings nothing may
+
+    chosen = parse_options({**options, "memory": memory}, caller=_parsed)
+    check_choice("peers", peers, get_args(OnPeers))
+    return chosen
 
 
 def _port(text: str) -> int | None:

@@ -82,8 +82,7 @@ class Hooks:
     def __init__(self, settings: Settings) -> None:
         from chunkflow_compile.servers.scrape import Scrape
 
-        self._options: dict[str, Any] = dict(settings.options)
-        self._memory = settings.memory
+        self._settings = settings
         self._scrape = Scrape(settings.port)
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -92,13 +91,11 @@ class Hooks:
         from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
         from torch import nn
 
-        from chunkflow_compile.options import parse_options
-        from chunkflow_compile.placed.offload import offload
-
         if isinstance(module, nn.Module) and not _streams(module):
-            offload(module, get_local_torch_device(), min_bytes=parse_options(self._options).min_bytes)
+            self._settings.place(module, get_local_torch_device())
             self._scrape.add(module)
-            _log.info("%s is placed: its weights stream, at most %s on the device", type(module).__name__, self._memory)
+            name, most = type(module).__name__, self._settings.memory
+            _log.info("%s is placed: its weights stream, at most %s on the device", name, most)
 
     def compile(self, original: Callable[..., Any], registry: Any, module: Any, *, compile_kwargs: Any) -> Any:
         """AROUND the compilation of a module, whole or by regions: a placed one is compiled by kind.
@@ -111,7 +108,8 @@ class Hooks:
         if not _streams(module):
             return original(registry, module, compile_kwargs=compile_kwargs)
         if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have it, too
-            given = {"cudagraphs": False, "memory": self._memory, **self._options}  # SGLANG_TORCH_COMPILE_MODE may ask
+            given = {"cudagraphs": False, **self._settings.options}  # SGLANG_TORCH_COMPILE_MODE may ask
+            given["memory"] = self._settings.memory
             compile_by_kind(module, mode=compile_kwargs.get("mode"), **given)
         registry.module_ids.add(id(module))
         return True

@@ -83,8 +83,6 @@ class _Backend:
         self._models: list[Any] = []
 
     def enable(self, pipeline: Any) -> None:
-        from chunkflow_compile.placed.offload import offload
-
         if hasattr(pipeline, "setup_compile"):
             raise ChunkflowError(
                 f"{type(pipeline).__name__} compiles itself (setup_compile), so its transformer cannot be streamed: "
@@ -94,9 +92,8 @@ class _Backend:
             raise ChunkflowError(
                 f"{type(pipeline).__name__} has no transformer that the server compiles: unset {MEMORY}."
             )
-        least: dict[str, Any] = {name: value for name, value in self._settings.options.items() if name == "min_bytes"}
         for name in names:
-            self._models.append(offload(getattr(pipeline, name), self._device, **least))
+            self._models.append(self._settings.place(getattr(pipeline, name), self._device))
         if self._theirs is not None:
             self._theirs.enable(pipeline)
         else:

@@ -238,14 +238,12 @@ class OwnTime(threading.local):
 
 
 def on_own_time(patch: pytest.MonkeyPatch) -> None:
-    time, copier, exchange = OwnTime(), contention.copier, calibrate._all_to_all
+    time, copier, exchange = OwnTime(), contention.copier, calibrate.all_to_all
     for module in (stopwatch, contention):
         patch.setattr(module, "time", time)
     for module in (contention, calibrate):
         patch.setattr(module, "copier", lambda device, size, *rest: time.taking(copier(device, size, *rest), size))
-    patch.setattr(
-        calibrate, "_all_to_all", lambda device, size, *rest: time.taking(exchange(device, size, *rest), size)
-    )
+    patch.setattr(calibrate, "all_to_all", lambda device, size, *rest: time.taking(exchange(device, size, *rest), size))
 
 
 def measure_little(rank: int, *args: Any) -> None:
@@ -289,7 +287,8 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert profile.name == "hardware" and profile.shared_link is False
     assert profile.gemm_flops["float32"] == pytest.approx(2 * 1024**3 / 1e-3)
     assert profile.attention_flops["cpu"] == pytest.approx(4 * 8 * 1024**2 * 128 / 1e-3)
-    assert profile.host_bandwidth == 0 and "--ranks N" in profile.sources["host_bandwidth"]
+    assert profile.host_bandwidth == profile.peer_bandwidth == 0
+    assert all("--ranks N" in profile.sources[figure] for figure in ("host_bandwidth", "peer_bandwidth"))
     assert profile.h2d_bandwidth == rate and 2 * profile.collective_bandwidth == rate, "half of an exchange crosses"
     assert (profile.copy_slowdown, profile.collective_slowdown, profile.compute_slowdown) == (1, 1, 1)
     assert "measured on" in profile.sources["collective_bandwidth"]

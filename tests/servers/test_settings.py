@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -9,14 +10,19 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import Stack
 
-from chunkflow_compile import offload
+from chunkflow_compile import offload, restore
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.servers.settings import Settings, known_release, settings_from
 
+CPU = torch.device("cpu")
 GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
 
 
@@ -30,6 +36,8 @@ GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
         ({**GIB, "CHUNKFLOW_OPTIONS": '{"chunk_bytes": 512}'}, Settings("1GiB", {"chunk_bytes": 512})),
         ({"CHUNKFLOW_MEMORY": " 5 MB "}, Settings("5 MB", {})),
         ({**GIB, "CHUNKFLOW_METRICS_PORT": "9400"}, Settings("1GiB", {}, 9400)),
+        ({**GIB, "CHUNKFLOW_OPTIONS": '{"peers": "auto"}'}, Settings("1GiB", {}, peers="auto")),
+        ({**GIB, "CHUNKFLOW_OPTIONS": '{"pack": true, "peers": true}'}, Settings("1GiB", {"pack": True}, peers=True)),
     ],
 )
 def test_settings_are_read(environ: dict[str, str], settings: Settings | None) -> None:
@@ -60,6 +68,10 @@ def test_a_plug_in_serves_the_metrics_of_all_its_models() -> None:
         ("OPTIONS", '{"memory": "4GiB"}', ": leave it out of "),
         ("OPTIONS", '{"lowerin": "eager"}', ": Unknown option 'lowerin'; did you mean 'lowering'?"),
         ("OPTIONS", '{"lowering": "fast"}', ": Option lowering='fast' is unknown; use one of "),
+        ("OPTIONS", '{"pack": "yes"}', ": Option pack='yes' is unknown; use one of False, True, auto."),
+        ("OPTIONS", '{"peers": "yes"}', ": Option peers='yes' is unknown; use one of False, True, auto."),
+        ("OPTIONS", '{"peers": 1}', ": Option peers=1 is unknown; use one of False, True, auto."),
+        ("OPTIONS", '{"peer": true}', ": Unknown option 'peer'; did you mean 'peers'?"),
         ("OPTIONS", '{"slowdown": 1.1}', ": Give memory or slowdown, not both"),
         ("METRICS_PORT", "x", "='x' is no port"),
     ],
@@ -67,6 +79,66 @@ def test_a_plug_in_serves_the_metrics_of_all_its_models() -> None:
 def test_bad_settings_are_refused(name: str, value: str, said: str) -> None:
     with pytest.raises(ChunkflowError, match=re.escape(f"CHUNKFLOW_{name}{said}")):
         settings_from({**GIB, f"CHUNKFLOW_{name}": value})
+
+
+def place_with_peers(rank: int) -> None:
+    """As each rank of a server does."""
+
+    def settings(peers: str, hardware: str) -> Settings:
+        options = f'{{"min_bytes": 1024, "peers": {peers}, "hardware": "{hardware}"}}'
+        found = settings_from({**GIB, "CHUNKFLOW_OPTIONS": options})
+        assert found is not None
+        return found
+
+    model = Stack()
+    with pytest.raises(
+        ChunkflowError, match="peers=True keeps weights on the devices of all ranks, but cpu has no peer_"
+    ):
+        settings("true", "cpu").place(model, CPU)
+    assert placement_of(model) is None
+    for peers, hardware in (("true", "h100-nvlink"), ('"auto"', "cpu"), ("false", "cpu")):
+        placement = placement_of(settings(peers, hardware).place(model, CPU))
+        assert placement is not None and placement.peers == json.loads(peers)
+        found = placement.store.peers
+        assert (found is None) == (peers == "false") and (found is None or (found.place, found.ranks) == (rank, 2))
+        restore(model)
+
+
+def place_by_both_plug_ins(rank: int) -> None:
+    """As the servers call them, of which no wheel is needed for that."""
+    from chunkflow_compile.servers import sglang, vllm_omni
+
+    found = Settings("1GiB", {"min_bytes": 1024}, peers="auto")
+    models = Stack(), Stack()
+    with pytest.MonkeyPatch.context() as patch:
+        path = ["sglang", "multimodal_gen", "runtime", "distributed"]
+        for n in range(1, 5):
+            patch.setitem(sys.modules, ".".join(path[:n]), SimpleNamespace(get_local_torch_device=lambda: CPU))
+        sglang.Hooks(found).place(None, models[0])
+    pipeline = SimpleNamespace(transformer=models[1], to=lambda device: None)
+    backend = vllm_omni._Backend(found, None, CPU)
+    backend.enable(pipeline)
+    for model in models:
+        placement = placement_of(model)
+        assert placement is not None and placement.peers == "auto" and placement.store.peers is not None
+    backend.disable()
+    restore(models[0])
+
+
+def test_both_plug_ins_place_with_peers(on_ranks: Callable[..., None]) -> None:
+    on_ranks(place_by_both_plug_ins)
+
+
+def test_a_plug_in_places_with_the_ranks_of_the_server(on_ranks: Callable[..., None]) -> None:
+    on_ranks(place_with_peers)
+
+
+def test_a_server_of_one_rank_has_no_peers() -> None:
+    model = Stack()
+    for peers in (True, "auto"):
+        with pytest.raises(ChunkflowError, match="peers needs a process group of several ranks"):
+            Settings("1GiB", {}, peers=peers).place(model, CPU)  # type: ignore[arg-type]
+    assert placement_of(model) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from helpers import small_twins
 
 from chunkflow_compile import ChunkflowError, compile, cycles, offload, programs, restore
 from chunkflow_compile.catalog.small import Size, small_inputs
+from chunkflow_compile.hardware import pulls
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.runtime.cuda_graphs import PASSES
 
@@ -67,6 +68,25 @@ def on_a_card(rank: int, cudagraphs: Any, cards: int) -> None:
 @pytest.mark.parametrize(("cudagraphs", "cards"), [(False, 2), (True, 2), (False, 1)])
 def test_two_processes(cudagraphs: Any, cards: int, on_ranks: Callable[..., None]) -> None:
     on_ranks(on_a_card, cudagraphs, cards, fresh=True)
+
+
+def rates_on_a_card(rank: int) -> None:
+    device, rate = torch.device("cuda", 0), 40e9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulls, "_WEIGHT", 32 << 20)
+        patch.setattr(pulls, "_WALKS", 2)
+        patch.setattr(pulls, "compute_slowdown", lambda *_, **__: 1.0)  # its MLP is that of a card, and computes here
+        with pulls._dealt(device) as pieces:
+            assert all(piece.is_cuda for piece in pieces.held)
+            control.settings(compute=0, rate=int(rate))  # from here on, on the stand-in's clock
+            found = pulls.pulls_of(device, pieces)
+    assert found.seconds == pytest.approx((16 << 20) / rate, rel=1e-3)
+    assert (found.nbytes, found.from_others, found.copies, found.beside) == (16 << 20, 8 << 20, 2, None)
+    assert found.rate(2 * rate, 0.0) == pytest.approx(rate, rel=1e-2)
+
+
+def test_calibrate_measures_pulls(on_ranks: Callable[..., None]) -> None:
+    on_ranks(rates_on_a_card, fresh=True)
 
 
 def sees_another(rank: int) -> None:

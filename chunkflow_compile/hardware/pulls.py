@@ -1,0 +1,176 @@
+"""Pulls from the devices of other ranks, as the runtime makes them, while all ranks do: their rate, and how much they slow
+other work, and it them."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
+from chunkflow_compile.runtime.link import Port
+from chunkflow_compile.runtime.torch_cuda import TorchCuda
+from chunkflow_compile.units import size
+from chunkflow_compile.weights.groups import group_of
+from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.peers import Peers
+from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.source import take
+
+from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
+from .together import ROUNDS_BESIDE, all_to_all, joined, rank_device, rounds
+
+# Bytes of the weight that is pulled: enough that none are in a cache when their turn comes again.
+_WEIGHT = 256 * MIB
+# Pulls of the whole weight in a round on GPUs: 25 ms at 340 GB/s, long beside what ranks leave a barrier apart.
+_WALKS = 32
+_EXCHANGED = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """What ranks took for the chunks of a weight that they pulled from each other at once, on average of a chunk.
+
+    ``seconds``: of the slowest rank.  ``nbytes``: of a chunk.  ``from_others``: of them, from other ranks.  ``copies``: how
+    many.  ``beside``: the factors by which a collective stretches a pull and a pull a collective, None if not measured.
+    ``compute``: the factor by which pulls stretch compute.
+    """
+
+    seconds: float
+    nbytes: float
+    from_others: float
+    copies: float
+    beside: tuple[float, float] | None
+    compute: float
+
+    def rate(self, memory_rate: float, chunk_s: float) -> int:
+        """Bytes/s from the others, with which :meth:`Hardware.pull_seconds` says what a chunk took.
+
+        ``memory_rate``: bytes/s, at which they are written at most.  ``chunk_s``: seconds to start a copy.
+        """
+        own = 2 * (self.nbytes - self.from_others) / memory_rate
+        return round(self.from_others / max(self.seconds - own - self.copies * chunk_s, self.from_others / memory_rate))
+
+
+def measure_pulls(
+    rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int, exchanges: bool
+) -> None:
+    """Save the :class:`Pulls` of so many ranks; a text that says why, if they cannot pull.
+
+    ``exchanges``: whether to measure pulls beside collectives.
+    """
+    device = rank_device(kind, rank)
+    port = None if emulated is None else Port(replace(emulated, bandwidth=emulated.peers))
+    with joined("nccl" if kind == "cuda" and exchanges else "gloo", rank, ranks, folder):
+        exchange = all_to_all(device, _EXCHANGED, ranks, port) if exchanges else None
+        found: Pulls | str
+        try:
+            with _dealt(device) as pieces:
+                found = pulls_of(device, pieces, port, exchange)
+        except ChunkflowError as error:  # on all ranks, as they say why to each other
+            found = str(error)
+        if rank == 0:
+            torch.save(found, Path(folder) / "rank0.pt")
+
+
+@contextlib.contextmanager
+def _dealt(device: torch.device) -> Iterator[Pieces]:
+    """A weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all of them, if they cannot pull."""
+    group = group_of()
+    assert group is not None
+    peers = Peers.meet(group, device, [("pulled", _WEIGHT)])
+    try:
+        buffer = HostBuffer(torch.ones(_WEIGHT, dtype=torch.uint8), name="pulled")
+        peers.deal([buffer])
+        assert buffer.pieces is not None  # all ranks have ones
+        yield buffer.pieces
+    finally:
+        peers.close()
+
+
+def pulls_of(
+    device: torch.device, pieces: Pieces, port: Port | None = None, exchange: Callable[[], object] | None = None
+) -> Pulls:
+    """Measure the pulls of a weight.  All ranks of the default process group call it.
+
+    ``exchange``: a collective of these ranks.  ``port``: an emulated link for pulls and collectives.
+    """
+    chunks = chunks_of(pieces)
+    pull = puller(device, chunks, port)
+    calls = len(chunks) * (_WALKS if device.type == "cuda" else 1)
+    found = [*rounds(device, pull, calls)][1:]
+    own_s = statistics.median(seconds[dist.get_rank()] for seconds in found) / calls
+    factors = []
+    if exchange is not None:
+        uncontended_s = own_s, median_seconds(device, exchange, ROUNDS_BESIDE)
+        contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, pull)
+        factors = [factor(*pair) for pair in zip(contended_s, uncontended_s, strict=True)]
+    factors.append(compute_slowdown(device, meet=dist.barrier, copy=pull))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, factors)
+    *beside, compute = map(max, zip(*everyone, strict=True))
+    return Pulls(
+        seconds=statistics.median(map(max, found)) / calls,
+        nbytes=pieces.numel() / len(chunks),
+        from_others=pieces.from_others / len(chunks),
+        copies=sum(len(chunk.parts) for chunk in chunks) / len(chunks),
+        beside=(beside[0], beside[1]) if beside else None,
+        compute=compute,
+    )
+
+
+def chunks_of(pieces: Pieces) -> list[Pieces]:
+    """The chunks of a weight, as programs cut it."""
+    begins = range(0, pieces.numel(), DEFAULT_CHUNK_BYTES)
+    return [pieces[begin : begin + DEFAULT_CHUNK_BYTES] for begin in begins]
+
+
+def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None) -> Callable[[], object]:
+    """A function that pulls the next of ``chunks``, round and round, like the runtime, through ``port`` if any."""
+    targets = [torch.ones(chunk.numel(), dtype=torch.uint8, device=device) for chunk in chunks]
+    turns = cycle(zip(targets, chunks, strict=True))
+    if device.type == "cuda":
+        cuda = TorchCuda(device)
+        return lambda: cuda.copy(*next(turns))
+
+    def pull() -> None:
+        start = time.monotonic()
+        target, chunk = next(turns)
+        take(target, chunk)
+        if port is not None:
+            port.send("copy", chunk.from_others, start)
+
+    return pull
+
+
+def pull_figures(found: Pulls | str, hardware: Hardware, ranks: int) -> Iterator[tuple[str, Any, str]]:
+    """The fields of a profile that say what pulls take, and where each is from.
+
+    ``found``: what was measured, or why it was not.  ``hardware``: the profile without them.  ``ranks``: that pulled.
+    """
+    if isinstance(found, str):
+        yield "peer_bandwidth", 0.0, found
+        for field in ("pull_slowdown", "collective_pull_slowdown", "compute_pull_slowdown"):
+            yield field, Hardware.__dataclass_fields__[field].default, "not measured, no pulls"
+        return
+    rate = found.rate(hardware.memory_rate, hardware.chunk_s)
+    how = f"{ranks} ranks that pull chunks of {size(DEFAULT_CHUNK_BYTES)} at once, the slowest, less its own parts and starts"
+    if why := replace(hardware, peer_bandwidth=rate).why_no_peers(ranks):
+        rate, how = 0, f"0, because {why}"
+    yield "peer_bandwidth", rate, how
+    pull, collective = (2.0, 2.0) if found.beside is None else found.beside
+    assumed = "not measured, collectives of one process only: a fair share"
+    yield "pull_slowdown", round(pull, 2), "beside an all-to-all of 16 MiB" if found.beside else assumed
+    yield "collective_pull_slowdown", round(collective, 2), "beside pulls of all ranks" if found.beside else assumed
+    compute = found.compute if found.compute >= LEAST_SLOWDOWN else 1.0
+    yield "compute_pull_slowdown", round(compute, 2), "an MLP beside pulls of all ranks"

@@ -1,0 +1,66 @@
+"""Ranks of a calibration, which do the same at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from chunkflow_compile.runtime.link import Port
+
+from .contention import REPEATS
+from .stopwatch import Stopwatch
+
+# Collectives per measurement.  Fixed, because all ranks must make the same number of calls; copies run beside them for
+# some hundred milliseconds.
+ROUNDS_BESIDE = 40
+_TIMEOUT = timedelta(minutes=2)
+
+
+def rank_device(kind: str, rank: int) -> torch.device:
+    """The device that a rank measures, alone on its core."""
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def joined(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """In the default process group of so many ranks, which meet in a folder, until all have ended."""
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iterator[list[float]]:
+    """Seconds of each rank's copies in a round of so many, which all ranks begin at once.  The first round touches the
+    memory."""
+    for _ in range(1 + REPEATS):
+        dist.barrier()
+        watch = Stopwatch(device)
+        for _ in range(calls):
+            copy()
+        mine, everyone = watch.stop(), [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        yield everyone
+
+
+def all_to_all(device: torch.device, size: int, ranks: int, port: Port | None = None) -> Callable[[], object]:
+    """A function that exchanges ``size`` bytes among the ranks, through ``port`` if any."""
+    size -= size % ranks
+    sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent)
+        if port is not None:
+            port.send("collective", size * (ranks - 1) // ranks)
+
+    return exchange
