@@ -20,6 +20,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
     POLICIES,
+    SHARDED,
     Pack,
     Policy,
     Yield,
@@ -143,7 +144,12 @@ class Options:
             ("cudagraphs", get_args(CudaGraphsWanted)),
             ("pack", get_args(Pack)),
         ):
-            if (value := getattr(self, name)) not in allowed or not isinstance(value, str | bool):  # 1 == True
+            value = getattr(self, name)
+            if name == "policy" and value in SHARDED:
+                raise ChunkflowError(
+                    f"Option policy={value!r} is only predicted, by chunkflow simulate; it does not run."
+                )
+            if value not in allowed or not isinstance(value, str | bool):  # 1 == True
                 listed = ", ".join(map(str, allowed))
                 raise ChunkflowError(f"Option {ALIASES.get(name, name)}={value!r} is unknown; use one of {listed}.")
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
