@@ -88,7 +88,7 @@ def _plan(target: Target, policy: Policy) -> Plan:
 
 def _policy_columns(calls: Mapping[str, Prediction | Timeline], forwards: int) -> dict[str, dict[str, object]]:
     columns: dict[str, dict[str, object]] = {
-        "collectives slowed by": {name: seconds(p.inflation_s * forwards) for name, p in calls.items()}
+        "collectives slowed by": {name: seconds(round(p.inflation_s * forwards, 9) + 0.0) for name, p in calls.items()}
     }
     if "layerwise" in calls:
         base = calls["layerwise"].step_s
