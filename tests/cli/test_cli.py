@@ -250,6 +250,7 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     shown = run("simulate", "--pack", "--json", str(file))
     assert "packed, but for policy resident: 8 of 12 weights" in shown
     arms = json.loads(file.read_text())["arms"]
+    assert not set(SHARDED) & set(arms), "one rank has no others to split its weights with"
     assert arms["resident"]["weights_total_bytes"] > 1.3 * arms["chunkflow"]["weights_total_bytes"]
     assert "unpack_2(" in run("dump", "--pack", "--stage", "regions")
 
