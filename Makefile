@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -171,6 +171,10 @@ paper: $(VENV)/ready
 # Step times that others have published beside predictions: traces twenty configurations in ten minutes on two cores.
 published: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/published.py --out docs/benchmarks/published.md
+
+# What each way to run a model on several GPUs reaches: traces five models for three numbers of ranks, in a quarter of an hour.
+several-gpus: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 
 # torch first: otherwise pip chooses a build of torch as a dependency.
 $(VENV)/ready: pyproject.toml

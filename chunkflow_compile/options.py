@@ -20,6 +20,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
     POLICIES,
+    SHARDED,
     Pack,
     Policy,
     Yield,
@@ -143,6 +144,10 @@ class Options:
             ("cudagraphs", get_args(CudaGraphsWanted)),
             ("pack", get_args(Pack)),
         ):
+            if name == "policy" and self.policy in SHARDED:
+                raise ChunkflowError(
+                    f"Option policy={self.policy!r} is only predicted, by chunkflow simulate; it does not run."
+                )
             check_choice(ALIASES.get(name, name), getattr(self, name), allowed)
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":

@@ -15,6 +15,10 @@ POLICIES: tuple[Policy, ...] = (
     "chunkflow",
 )
 
+# How other systems split the weights among the ranks; predicted beside the policies (simulate/sharded.py), never run.
+Sharded = Literal["distributed-layerwise", "fsdp"]
+SHARDED: tuple[Sharded, ...] = get_args(Sharded)
+
 # How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
 # collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;
 # "auto": the better one on the timeline.

@@ -11,7 +11,7 @@ from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.regimes import DEMO, REGIMES
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.published import PUBLISHED
-from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, STAGES
+from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
 
 from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_pack, add_sizes
 
@@ -19,7 +19,7 @@ from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_low
 _DEMO_STEPS = 3
 _BENCH_STEPS = 6
 # host-yield differs from layerwise only in how far the host runs ahead, which is not simulated.
-SIMULATED = tuple(p for p in POLICIES if p != "host-yield")
+SIMULATED = (*(p for p in POLICIES if p != "host-yield"), *SHARDED)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,10 @@ def _pipeline(parser: ArgumentParser) -> None:
 
 def _simulate(parser: ArgumentParser) -> None:
     add_model(parser)
-    which = "one policy (default: all, with layerwise-prefix only if --memory is set)"
+    which = (
+        f"one policy (default: all, with layerwise-prefix only if --memory is set, {' and '.join(SHARDED)} only on several "
+        "ranks)"
+    )
     parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), help=which)
     degrees = "in place of policies, plan for each of these degrees, and say which to take"
     parser.add_argument("--sweep-ulysses", metavar="1,2,4,8", help=degrees)

@@ -6,16 +6,21 @@ import argparse
 from collections.abc import Mapping
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Policy
+from chunkflow_compile.passes.names import SHARDED, Policy, Sharded
 from chunkflow_compile.passes.placement.place import BUDGETED
+from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.report.plan_tables import packing_sentence, peers_sentence
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
+from chunkflow_compile.simulate.sharded import play_sharded, why_not
 
 from .degrees import sweep
 from .output import Progress, say, write_json
 from .parsers import SIMULATED
 from .target import Target, load_target, note_rates
+
+# Policies with which no weight is packed, or lies in pieces as --peers has them.
+_RAW = ("resident", *SHARDED)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,37 +28,50 @@ def run(arguments: argparse.Namespace) -> int:
         return sweep(arguments)
     if arguments.policy == "layerwise-prefix" and not arguments.memory:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
-    if arguments.policy == "resident" and arguments.pack != "no":
-        raise ChunkflowError("--pack with policy resident, which copies nothing: leave out one of the two.")
-    if arguments.policy == "resident" and arguments.peers != "no":
-        raise ChunkflowError("--peers with policy resident, which copies nothing: leave out one of the two.")
+    for name in ("pack", "peers"):
+        if arguments.policy in _RAW and getattr(arguments, name) != "no":
+            what = "copies nothing" if arguments.policy == "resident" else "has weights as they are, split by itself"
+            raise ChunkflowError(f"--{name} with policy {arguments.policy}, which {what}: leave out one of the two.")
+    if arguments.policy in SHARDED and arguments.ulysses < 2:
+        raise ChunkflowError(f"Policy {arguments.policy} splits each block among ranks: give --ulysses 2 or more.")
     progress = Progress(2)
     target = load_target(arguments, progress)
-    able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
-    policies = able if arguments.policy == "all" else [arguments.policy]
+    policies = _able(target, arguments.memory) if arguments.policy == "all" else [arguments.policy]
     with progress.phase("planning"):
         note_rates(target)
-        plans = {policy: _plan(target, policy) for policy in policies}
-    predicted = {policy: plan.predicted for policy, plan in plans.items() if plan.predicted is not None}
+        predicted = {policy: _arm(target, policy) for policy in policies}
     record = ComparisonRecord(
         model=f"{target.title}, simulated on {target.machine}",
         degree=target.degree,
         cfg_parallel=target.cfg_parallel,
-        arms={
-            policy: ArmRecord.predicted(plans[policy], step, _total(plans[policy]), target.forwards)
-            for policy, step in predicted.items()
-        },
+        arms={policy: arm for policy, (arm, _) in predicted.items()},
     )
-    packed = f"; packed, but for policy resident: {packing}" if (packing := packing_sentence(target.problem)) else ""
-    pieces = f"; in pieces, but for policy resident: {peers}" if (peers := peers_sentence(target.problem)) else ""
+    raw = ", ".join(policy for policy in _RAW if policy in policies)
+    others = f", but for policy {raw}" if raw else ""
+    packed = f"; packed{others}: {packing}" if (packing := packing_sentence(target.problem)) else ""
+    pieces = f"; in pieces{others}: {peers}" if (peers := peers_sentence(target.problem)) else ""
     say(arguments, f"{record.model}; {target.parallel}, {target.calls}{packed}{pieces}\n")
-    say(arguments, table(record, _policy_columns(predicted, target.forwards)))
+    calls = {policy: call for policy, (_, call) in predicted.items()}
+    say(arguments, table(record, _policy_columns(calls, target.forwards)))
     write_json(arguments, record.body)
     return 0
 
 
-def _total(plan: Plan) -> int:
-    return sum(weight.nbytes for weight in plan.weights)
+def _able(target: Target, memory: str | None) -> list[Policy | Sharded]:
+    """Those of :data:`SIMULATED` that there are for this model, number of ranks and goal."""
+    without = set[str](() if memory else ("layerwise-prefix",))  # it has no plan without a budget
+    return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
+
+
+def _arm(target: Target, policy: Policy | Sharded) -> tuple[ArmRecord, Prediction | Timeline]:
+    """A step under a policy, and what is predicted of a call."""
+    if policy == "distributed-layerwise" or policy == "fsdp":
+        step = play_sharded(policy, target.raw, target.hardware, target.degree)
+        return step.record(target.raw.total_bytes, target.forwards), step.timeline
+    plan = _plan(target, policy)
+    assert plan.predicted is not None
+    total = sum(weight.nbytes for weight in plan.weights)
+    return ArmRecord.predicted(plan, plan.predicted, total, target.forwards), plan.predicted
 
 
 def _plan(target: Target, policy: Policy) -> Plan:
@@ -68,11 +86,11 @@ def _plan(target: Target, policy: Policy) -> Plan:
     )
 
 
-def _policy_columns(predicted: Mapping[str, Prediction], forwards: int) -> dict[str, dict[str, object]]:
+def _policy_columns(calls: Mapping[str, Prediction | Timeline], forwards: int) -> dict[str, dict[str, object]]:
     columns: dict[str, dict[str, object]] = {
-        "collectives slowed by": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}
+        "collectives slowed by": {name: seconds(round(p.inflation_s * forwards, 9) + 0.0) for name, p in calls.items()}
     }
-    if "layerwise" in predicted:
-        base = predicted["layerwise"].step_s
-        columns["step to layerwise"] = {name: f"{p.step_s / base:.3f}" for name, p in predicted.items()}
+    if "layerwise" in calls:
+        base = calls["layerwise"].step_s
+        columns["step to layerwise"] = {name: f"{p.step_s / base:.3f}" for name, p in calls.items()}
     return columns

@@ -1,8 +1,9 @@
 """Policies: the placements of other systems, expressed as windows, for comparison.
 
-``layerwise``: while a block computes, the whole next block is fetched (SGLang).  ``layerwise-barrier``: also, compute
-waits for the next block before the first collective of the current one, so no copy runs beside a collective after it
-(the baseline of the paper's reference code).
+``layerwise``: while a block computes, the whole next block is fetched (SGLang; diffusers' group offload of one block with
+streams does the same, but each of its calls first copies what is outside blocks, and the first block).
+``layerwise-barrier``: also, compute waits for the next block before the first collective of the current one, so no copy
+runs beside a collective after it (the baseline of the paper's reference code).
 ``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit the budget.  ``host-yield``:
 layerwise, and the runtime starts no chunk while the host holds a flag, which it sets during each collective (the
 paper's published method).  Weights outside blocks are resident.

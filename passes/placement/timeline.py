@@ -131,7 +131,7 @@ class Simulator:
 
     def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
-        return _Run(self, items, spans).play()
+        return Run(self, items, spans).play()
 
     def step_under(self, plan: Plan) -> float:
         """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
@@ -139,7 +139,9 @@ class Simulator:
         return self.play(items, spans=False).step_s
 
 
-class _Run:
+class Run:
+    """Plays one schedule.  ``simulate/sharded.py`` adds gathers to it."""
+
     def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], spans: bool) -> None:
         self.simulator = simulator
         self.recording = spans

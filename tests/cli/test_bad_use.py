@@ -40,6 +40,12 @@ ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
         (["plan", OWN, "--pack", "auto"], "--pack auto chooses for a budget: give --memory, or --pack for all"),
         (["simulate", OWN, "--pack", "--policy", "resident"], "--pack with policy resident, which copies nothing"),
         (["simulate", OWN, "--peers", "--policy", "resident"], "--peers with policy resident, which copies nothing"),
+        (["simulate", OWN, "--pack", "--policy", "fsdp"], "--pack with policy fsdp, which has weights as they are"),
+        (["simulate", OWN, "--policy", "distributed-layerwise"], "splits each block among ranks: give --ulysses 2 or"),
+        (
+            ["bench", "contention", "--arms", "fsdp"],
+            "--arms: fsdp is only predicted, by chunkflow simulate; it does not",
+        ),
         (
             ["plan", OWN, "--peers"],
             "--peers: there is one rank only, so there are no other devices: it takes a Ulysses deg",

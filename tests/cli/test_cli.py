@@ -27,6 +27,7 @@ from chunkflow_compile.cli.output import Progress
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.names import SHARDED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import buffer_of
@@ -142,8 +143,17 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert main(["simulate", OWN, "--ulysses", "2", "--hardware", "cpu", "--forwards", "2", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     written = json.loads(out.read_text())
-    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow"]
-    resident, layerwise, barrier, streamed = written["arms"].values()
+    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow", *SHARDED]
+    resident, layerwise, barrier, streamed, *sharded = written["arms"].values()
+    split, gathered = sharded
+    for arm in sharded:
+        assert arm["step_s"] >= resident["step_s"]
+        assert arm["moved_bytes_per_step"] == pytest.approx(layerwise["moved_bytes_per_step"], rel=0.01), "with norms"
+    assert split["weights_device_bytes"] == pytest.approx(layerwise["weights_device_bytes"], rel=0.02)
+    kept = gathered["weights_device_bytes"] - split["weights_device_bytes"]
+    assert kept == pytest.approx(gathered["moved_bytes_per_step"] / 2 / 2, rel=1e-6), (
+        "half of the blocks; two calls a step"
+    )
     assert resident["step_s"] <= streamed["step_s"] <= 1.02 * resident["step_s"] + 1e-6
     assert resident["step_s"] <= layerwise["step_s"] <= barrier["step_s"]
     assert streamed["weights_device_bytes"] < layerwise["weights_device_bytes"] < resident["weights_device_bytes"]
@@ -240,6 +250,7 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     shown = run("simulate", "--pack", "--json", str(file))
     assert "packed, but for policy resident: 8 of 12 weights" in shown
     arms = json.loads(file.read_text())["arms"]
+    assert not set(SHARDED) & set(arms), "one rank has no others to split its weights with"
     assert arms["resident"]["weights_total_bytes"] > 1.3 * arms["chunkflow"]["weights_total_bytes"]
     assert "unpack_2(" in run("dump", "--pack", "--stage", "regions")
 
@@ -272,7 +283,7 @@ def test_weights_on_the_devices_of_ranks_are_planned_and_shown(
     assert "no weight is on the devices of other ranks: there is one rank only" in capsys.readouterr().err
     name = plan.streamed[0].name
     assert "peers" in run("why", name, *two, *within, "--peers")
-    assert "in pieces, but for policy resident: " in run("simulate", *two, "--peers")
+    assert "in pieces, but for policy resident, distributed-layerwise, fsdp: " in run("simulate", *two, "--peers")
     run("simulate", *within, "--peers", "--sweep-ulysses", "1,2", "--json", str(file))
     assert [d["degree"] for d in json.loads(file.read_text())["degrees"]] == [1, 2]
     shown = run("plan", *two, "--curve", "--peers", "--json", str(file))

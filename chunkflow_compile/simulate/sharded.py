@@ -1,0 +1,138 @@
+"""How other systems run a model whose weights its ranks have only together, predicted: we do not run them.
+
+``distributed-layerwise``: the distributed layerwise offload (DLO) of vLLM-Omni, for the ranks of Ulysses (issue 5396, pull
+request 5397).  Each rank has 1/N of every block in host memory.  When a block begins, each copies its shard of the next
+one, and then all gather it.
+``fsdp``: shards on the devices (``fully_shard`` of torch; HSDP in vLLM-Omni, pull request 1339).  When a block begins, all
+gather the next one.
+
+Both keep two slots of a whole block and no block resident; weights outside blocks are.  The last block fetches the first
+one.  A gather is a collective: it takes the latency of one and crosses their links, N - 1 shards into each rank, in one
+queue with the model's own collectives, since those of several communicators must not run at once.  It takes its place
+there when a block begins (``fsdp``) or when the rank's shard has arrived (``distributed-layerwise``).  That is the best
+case: a gather that is issued before its shard has arrived, on the communicator of Ulysses, holds up the exchanges after
+it.  Not counted are the copies on the device around a gather and the host's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import Moves, Sharded
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.placement.policies import block_regions
+from chunkflow_compile.passes.placement.resources import Transfer
+from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, ScheduleItem, Transfers, schedule
+from chunkflow_compile.passes.placement.timeline import Run, Simulator, Timeline
+from chunkflow_compile.passes.problem import Collective, Problem
+from chunkflow_compile.report.record import ArmRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedStep:
+    """A call, predicted.  ``timeline``: ``exposed_s`` is what compute waits for gathers, ``collective_s`` counts them too.
+    ``device_bytes``: of weights, on each rank's device.  ``moved_bytes``: that its slots take in."""
+
+    timeline: Timeline
+    device_bytes: int
+    moved_bytes: int
+
+    def record(self, total_bytes: int, calls: int) -> ArmRecord:
+        """Of a step of so many calls.  ``total_bytes``: of all weights."""
+        return ArmRecord(
+            step_s=self.timeline.step_s * calls,
+            exposed_h2d_s=self.timeline.exposed_s * calls,
+            collective_s=self.timeline.collective_s * calls,
+            weights_device_bytes=self.device_bytes,
+            weights_total_bytes=total_bytes,
+            moved_bytes_per_step=self.moved_bytes * calls,
+        )
+
+
+def why_not(problem: Problem, ranks: int) -> str:
+    """Why so many ranks cannot share the weights of a problem among them, as a sentence; empty if they can."""
+    if ranks < 2:
+        return "It splits each block among ranks, and there is one only: give --ulysses 2 or more."
+    if not any(_block_bytes(problem)):
+        return "It splits blocks among ranks, and no block of a ModuleList has weights that it alone reads."
+    return ""
+
+
+def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int) -> ShardedStep:
+    """A call of a problem, split among so many ranks.  Raises ChunkflowError if it cannot be, see :func:`why_not`."""
+    if why := why_not(problem, ranks):
+        raise ChunkflowError(f"Policy {way} is not for this model on so many ranks. {why}")
+    blocks = block_regions(problem)
+    sizes = _block_bytes(problem)
+    shards = [-(-size // ranks) for size in sizes]
+    begins = [first for first, _ in blocks]
+    given = len(problem.collectives)
+    gathers = tuple(
+        Collective(
+            name=f"gather_{b}", kind="all-gather", nbytes=(ranks - 1) * shard, before=first, until=first, ranks=ranks
+        )
+        for b, (first, shard) in enumerate(zip(begins, shards, strict=True))
+    )
+    some = problem.weights[0]
+    copied = tuple(
+        replace(some, name=f"shard_{b}", nbytes=shard, uses=(first,), packed=0, peers=0, drive=False)
+        for b, (first, shard) in enumerate(zip(begins, shards, strict=True))
+    )
+    played = replace(problem, weights=copied, collectives=(*problem.collectives, *gathers))
+    nothing = Transfers(prefetches={}, waits={}, evicts={}, barriers={})
+    items = list[ScheduleItem]()
+    for item in schedule(played, nothing):
+        if isinstance(item, Collect) and item.collective >= given:
+            continue  # issued where the block before its own begins, or when its shard has arrived
+        if isinstance(item, Compute) and item.region in begins:
+            after = (begins.index(item.region) + 1) % len(begins)
+            copy = Prefetch(f"shard_{after}", 0, 1, item.region, next_step=not after)
+            items.append(Collect(given + after) if way == "fsdp" else copy)
+        items.append(item)
+    simulator = Simulator(played, hardware, max(shards))
+    shard_of = {given + b: "" if way == "fsdp" else f"shard_{b}" for b in range(len(blocks))}
+    kept = sum(shards) if way == "fsdp" else 0
+    return ShardedStep(
+        timeline=_Gathering(simulator, items, shard_of).play(),
+        device_bytes=2 * max(sizes) + kept + problem.total_bytes - sum(sizes),
+        moved_bytes=sum(sizes),
+    )
+
+
+class _Gathering(Run):
+    """A schedule in which compute awaits gathers, and a gather whose shard is copied is issued when that has arrived."""
+
+    def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], shard_of: Mapping[int, str]) -> None:
+        """``shard_of``: index of each gather -> the shard that it waits for, empty if it lies on the device."""
+        super().__init__(simulator, items, spans=False)
+        self.shard_of = shard_of
+        self.gather_of = {shard: gather for gather, shard in shard_of.items()}
+
+    def _run(self, item: ScheduleItem | Transfer) -> None:
+        if not isinstance(item, Await) or item.collective not in self.shard_of:
+            super()._run(item)
+            return
+        reached = self.now
+        if shard := self.shard_of[item.collective]:
+            self._advance_to(self.lanes["copy"], shard)
+        self._advance_to(self.collectives, item.collective)
+        self.step.exposed_s += self.now - reached
+
+    def _end_copy(self, moves: Moves) -> None:
+        shard = self.lanes[moves].ops[0].op.weight
+        super()._end_copy(moves)
+        super()._run(Collect(self.gather_of[shard]))
+
+
+def _block_bytes(problem: Problem) -> list[int]:
+    """Bytes of the weights of each block that no other reads."""
+    home = {k: b for b, (first, last) in enumerate(block_regions(problem)) for k in range(first, last + 1)}
+    sizes = [0] * len(block_regions(problem))
+    for weight in problem.weights:
+        readers = {home.get(k, -1) for k in weight.uses}
+        if len(readers) == 1 and (block := readers.pop()) >= 0:
+            sizes[block] += weight.nbytes
+    return sizes
