@@ -144,11 +144,12 @@ class Options:
             ("cudagraphs", get_args(CudaGraphsWanted)),
             ("pack", get_args(Pack)),
         ):
-            if name == "policy" and self.policy in SHARDED:
+            value = getattr(self, name)
+            if name == "policy" and value in SHARDED:
                 raise ChunkflowError(
-                    f"Option policy={self.policy!r} is only predicted, by chunkflow simulate; it does not run."
+                    f"Option policy={value!r} is only predicted, by chunkflow simulate; it does not run."
                 )
-            check_choice(ALIASES.get(name, name), getattr(self, name), allowed)
+            check_choice(ALIASES.get(name, name), value, allowed)
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":
                 whole_number(getattr(self, name), f"Option {name}", least)

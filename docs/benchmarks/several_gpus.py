@@ -105,7 +105,7 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, calls: int) -> dict[str, Reac
     found[PEERS_LEAST] = of(planned(pieces, memory=least))
     found[PEERS] = of(planned(pieces, memory=max(least, taken[sharded])))
     slowed = partial(planned, slowdown=DEFAULT_SLOWDOWN)
-    names = to_peers(cut, slowed, ranks, budget=False)
+    names = to_peers(cut, slowed, ranks, budget=False, host_rate=hardware.rate_beside_pulls(ranks))
     found[MIX] = of(slowed(on_peers(cut, names, ranks).problem))
     return found
 
