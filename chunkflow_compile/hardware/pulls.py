@@ -41,15 +41,14 @@ _EXCHANGED = 16 * MIB
 class Pulls:
     """What ranks took for the chunks of a weight that they pulled from each other at once, on average of a chunk.
 
-    ``seconds``: of the slowest rank.  ``nbytes``: of a chunk.  ``from_others``: of them, from other ranks.  ``copies``: how
-    many.  ``beside``: the factors by which a collective stretches a pull and a pull a collective, None if not measured.
+    ``seconds``: of the slowest rank.  ``nbytes``: of a chunk.  ``from_others``: of them, from other ranks.  ``beside``: the
+    factors by which a collective stretches a pull and a pull a collective, None if not measured.
     ``compute``: the factor by which pulls stretch compute.
     """
 
     seconds: float
     nbytes: float
     from_others: float
-    copies: float
     beside: tuple[float, float] | None
     compute: float
 
@@ -59,7 +58,7 @@ class Pulls:
         ``memory_rate``: bytes/s, at which they are written at most.  ``chunk_s``: seconds to start a copy.
         """
         own = 2 * (self.nbytes - self.from_others) / memory_rate
-        return round(self.from_others / max(self.seconds - own - self.copies * chunk_s, self.from_others / memory_rate))
+        return round(self.from_others / max(self.seconds - own - chunk_s, self.from_others / memory_rate))
 
 
 def measure_pulls(
@@ -108,7 +107,9 @@ def pulls_of(
     chunks = chunks_of(pieces)
     pull = puller(device, chunks, port)
     calls = len(chunks) * (_WALKS if device.type == "cuda" else 1)
-    found = [*rounds(device, pull, calls)][1:]
+    lane = torch.cuda.stream(TorchCuda(device).stream("pull")) if device.type == "cuda" else contextlib.nullcontext()
+    with lane:
+        found = [*rounds(device, pull, calls)][1:]
     own_s = statistics.median(seconds[dist.get_rank()] for seconds in found) / calls
     factors = []
     if exchange is not None:
@@ -123,7 +124,6 @@ def pulls_of(
         seconds=statistics.median(map(max, found)) / calls,
         nbytes=pieces.numel() / len(chunks),
         from_others=pieces.from_others / len(chunks),
-        copies=sum(len(chunk.parts) for chunk in chunks) / len(chunks),
         beside=(beside[0], beside[1]) if beside else None,
         compute=compute,
     )

@@ -36,8 +36,9 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
     torch's own copy, because a copy engine takes longer for it than for a pull (87 against 354 GiB/s, NCCL issue 2177).
     Raises RuntimeError if the call fails.
     """
-    # a graph cannot record the call before CUDA 13.5
-    batch = None if torch.cuda.is_current_stream_capturing() else _batch()
+    stream = torch.cuda.current_stream().cuda_stream
+    # a graph cannot record the call before CUDA 13.5, and the default stream cannot take it
+    batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):
             part.copy_(values, non_blocking=True)
@@ -45,7 +46,7 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
     for part, values in source.own(target):
         part.copy_(values, non_blocking=True)
     begin, (offsets, addresses, sizes) = target.data_ptr(), source.pulls
-    batch([begin + offset for offset in offsets], addresses, sizes, torch.cuda.current_stream().cuda_stream)
+    batch([begin + offset for offset in offsets], addresses, sizes, stream)
 
 
 @cache

@@ -19,7 +19,7 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import PASSES, CaptureLog
-from chunkflow_compile.runtime.recorder import Recorder, _Copies
+from chunkflow_compile.runtime.recorder import Recorder, _Lane
 
 from . import control
 from .test_findings import placed
@@ -76,13 +76,13 @@ def _equal(models: Any, mutate: Callable[[], None]) -> list[bool]:
 
 
 def without_openings(patch: pytest.MonkeyPatch) -> None:
-    wait = _Copies.wait
+    wait = _Lane.wait
 
     def first(self: Any, event: Any, waited: Any = None) -> None:
         if not self._later and not self._forked:  # the stream of a capture begins with one
             wait(self, event)
 
-    patch.setattr(_Copies, "wait", first)
+    patch.setattr(_Lane, "wait", first)
 
 
 def without_arrivals(patch: pytest.MonkeyPatch) -> None:
