@@ -111,7 +111,10 @@ def offload(
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
     except BaseException as error:  # the other ranks of the group need not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
-            report_absence(share, _one_device(device, parameters), error)
+            here = _one_device(device, parameters)
+            waiting = group_to_share_in(share, here) or group_of_peers(peers, share, here)
+            if waiting is not None:
+                report_absence(waiting, error)
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:

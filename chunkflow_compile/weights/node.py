@@ -141,10 +141,9 @@ def node_of(share: Any, device: torch.device) -> Node | None:
     return rendezvous(group, ",".join(map(str, sorted(near))))
 
 
-def report_absence(share: Any, device: torch.device, error: BaseException) -> None:
-    """Tell the ranks that call :func:`node_of` why this one does not.  Does not wait for them."""
-    if (group := group_to_share_in(share, device)) is not None:
-        group.post(_PLACING, {"failed": _cause(error)})
+def report_absence(group: Group, error: BaseException) -> None:
+    """Tell the ranks that call :func:`rendezvous` why this one does not.  Does not wait for them."""
+    group.post(_PLACING, {"failed": _cause(error)})
 
 
 def rendezvous(group: Group, near: str = "") -> Node | None:

@@ -269,6 +269,19 @@ def test_ranks_with_other_options(on_ranks: Callable[..., None]) -> None:
     on_ranks(other_options)
 
 
+def absent(rank: int) -> None:
+    model, _ = small_twins("wan", SIZE)
+    first, then = ("bfloat", "offload casts to") if rank else (None, "rank 1 failed.*bfloat")
+    with pytest.raises(ChunkflowError, match=then):
+        offload(model, "cpu", min_bytes=4096, peers=True, dtype=first)
+    assert placement_of(model) is None
+
+
+def test_a_rank_that_does_not_place_the_model(on_ranks: Callable[..., None]) -> None:
+    """The others are told, and do not wait for it."""
+    on_ranks(absent)
+
+
 def refused(rank: int) -> None:
     model, _ = small_twins("wan", SIZE)
     with pytest.raises(
