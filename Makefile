@@ -172,7 +172,7 @@ paper: $(VENV)/ready
 published: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/published.py --out docs/benchmarks/published.md
 
-# What each way to run a model on several GPUs reaches: traces five models for three numbers of ranks, in a quarter of an hour.
+# What each way to run a model on several GPUs reaches: traces five models for three numbers of ranks, in twenty minutes.
 several-gpus: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 

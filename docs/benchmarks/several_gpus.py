@@ -1,7 +1,7 @@
 """Several GPUs on one host: what each way to run a model on them reaches, predicted.
 
 Traces each model without weights for each number of ranks, and plays it on each machine in all ways that ``chunkflow
-simulate`` knows, and with weights on the ranks' devices (``--peers``).  A quarter of an hour of one core, most of it tracing.
+simulate`` knows, and with weights on the ranks' devices (``--peers``).  Twenty minutes of one core, most of it tracing.
 
     python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 """
