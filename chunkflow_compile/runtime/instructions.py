@@ -162,8 +162,8 @@ def instructions(on: OnDevice) -> Iterator[Issue]:
             fetches = []
         if isinstance(issue, Compute):
             works.append(issue)
-        elif isinstance(issue, Fetch):
-            fetches.append(issue)
+        elif isinstance(issue, Fetch):  # of a window in parts, the first may have been in another lane only
+            fetches.append(issue if fetches else replace(issue, opens=True))
         else:
             yield issue
     if works:

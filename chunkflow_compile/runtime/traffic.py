@@ -15,8 +15,8 @@ _UNDER_WAY = float("inf")
 
 
 class Copied(NamedTuple):
-    """Sums over copies: seconds and bytes of all of them, and of those from the host ``alone``, with no collective beside
-    them."""
+    """Sums over copies: seconds and bytes of all of them, and of those from the host ``alone``, with no collective and no
+    pull beside them."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -56,7 +56,9 @@ class Traffic:
         self._counted = 0
         self._lanes: dict[Moves, deque[Transfer]] = {moves: deque() for moves in MOVES}
         self._collectives: deque[Transfer] = deque()
-        self._settled: deque[Transfer] = deque()  # collectives that ran beside copies still in flight
+        # collectives and pulls that ran beside copies still in flight
+        self._settled: deque[Transfer] = deque()
+        self._pulled: deque[Transfer] = deque()
 
     def copy(self, nbytes: int, moves: Moves = "copy") -> Transfer:
         """A copy that is about to run in a lane."""
@@ -82,10 +84,14 @@ class Traffic:
             collective.windows.beside_s[collective.window] += seconds * any(overlaps)
         self._settled.extend(fresh)
         ended: dict[Moves, list[Transfer]] = {moves: list(_ended(lane, now)) for moves, lane in self._lanes.items()}
+        self._pulled.extend(ended["pull"])
+        pulls = [*self._pulled, *list(self._lanes["pull"])]
         free = [copy for copy, overlaps in _overlaps(ended["copy"], list(self._settled)) if not overlaps]
+        free = [copy for copy, overlaps in _overlaps(free, pulls) if not overlaps]
         since = min((copy.begin for lane in self._lanes.values() for copy in list(lane)), default=now)
-        while self._settled and self._settled[0].end <= since:
-            self._settled.popleft()
+        for past in (self._settled, self._pulled):
+            while past and past[0].end <= since:
+                past.popleft()
         copied = Copied(*_sums([copy for copies in ended.values() for copy in copies]), *_sums(free))
         self._counted += copied.nbytes
         return copied
@@ -103,6 +109,7 @@ class Traffic:
             lane.clear()
         self._collectives.clear()
         self._settled.clear()
+        self._pulled.clear()
 
 
 def _ended(lane: deque[Transfer], now: float) -> Iterator[Transfer]:

@@ -16,11 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation, listed
-from random_programs import Choices, PeersBench, Spec, choices, examples, specs
+from random_programs import Choices, Layer, PeersBench, Spec, choices, examples, specs
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes import pieces as geometry
+from chunkflow_compile.passes.ops import WAIT
 from chunkflow_compile.passes.plan import Plan, runs
+from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import check, verify, verify_together
 from chunkflow_compile.runtime.device_base import Device
@@ -98,6 +100,20 @@ def test_without_the_wait_for_both_lanes_they_go_wrong(monkeypatch: pytest.Monke
 
     check_all()
     assert shown["number"]
+
+
+def test_a_window_in_two_parts_opens_in_the_lane_of_each() -> None:
+    """Compute waits for the first part, which is pulled.  The second is copied over a weight that is read until then."""
+    chosen = Choices(stay=0.0, reach=1, hard=False, seed=65535)
+    found = PeersBench(Spec(24, (Layer(20, False, False),), twice=False, tied=False, seed=4696), chosen)
+    program = found.program(chosen)
+    (_, first), (copied, second) = list(prefetches(program))[-2:]
+    assert (first.weight, second.weight) == ("head.weight", "up.0.weight") and first.window == second.window
+    assert program.plan.pulled == {first.weight}
+    with program.module.graph.inserting_before(copied):
+        program.module.graph.call_function(WAIT, (first.weight,))
+    verify(program)
+    matches(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)

@@ -200,18 +200,28 @@ def test_traffic_finds_the_copies_that_were_alone() -> None:
     run(traffic.copy(1), 8.0, 9.0)
     assert traffic.settle(9.0) == Copied(2.5, 8, 1.0, 1), "it overlapped the collective of the step before"
     assert traffic.copied_bytes == 23
+    run(traffic.copy(2, "pull"), 10.0, 11.0)
+    under_way = traffic.copy(3)
+    under_way.begins(10.5)
+    assert traffic.settle(11.0) == Copied(1.0, 2)
+    under_way.ends(12.0)
+    assert traffic.settle(12.0) == Copied(1.5, 3), "it overlapped the pull of the step before"
 
 
 @settings(max_examples=200)
-@given(lanes=st.tuples(*[st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=8)] * 2))
-def test_traffic_agrees_with_a_plain_comparison(lanes: tuple[list[tuple[int, int]], list[tuple[int, int]]]) -> None:
-    """``lanes``: gap and length of each transfer."""
+@given(lanes=st.tuples(*[st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=8)] * 3))
+def test_traffic_agrees_with_a_plain_comparison(lanes: tuple[list[tuple[int, int]], ...]) -> None:
+    """``lanes``: gap and length of each transfer, of copies, collectives and pulls."""
     spans: list[list[tuple[float, float]]] = []
     for lane in lanes:
         ends = [float(e) for e in accumulate(g + n for g, n in lane)]
         spans.append([(e - n, e) for e, (_, n) in zip(ends, lane, strict=True)])
     traffic, windows = Traffic(), WindowSeconds(*(array("d", [0.0]) for _ in range(4)))
-    made = [traffic.copy(1) for _ in spans[0]], [traffic.collective(windows, 0) for _ in spans[1]]
+    made: list[list[Transfer]] = [
+        [traffic.copy(1) for _ in spans[0]],
+        [traffic.collective(windows, 0) for _ in spans[1]],
+        [traffic.copy(1, "pull") for _ in spans[2]],
+    ]
     for ours, lane in zip(made, spans, strict=True):
         for transfer, (begin, end) in zip(ours, lane, strict=True):
             transfer.begins(begin)
@@ -221,5 +231,6 @@ def test_traffic_agrees_with_a_plain_comparison(lanes: tuple[list[tuple[int, int
         return any(one[0] < b and a < one[1] for a, b in others)
 
     found = traffic.settle(100.0)
-    assert found.alone_bytes == sum(not beside(c, spans[1]) for c in spans[0]) and found.nbytes == len(spans[0])
-    assert windows.beside_s[0] == sum(b - a for a, b in spans[1] if beside((a, b), spans[0]))
+    assert found.alone_bytes == sum(not beside(c, spans[1] + spans[2]) for c in spans[0])
+    assert found.nbytes == len(spans[0]) + len(spans[2])
+    assert windows.beside_s[0] == sum(b - a for a, b in spans[1] if beside((a, b), spans[0] + spans[2]))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,25 @@ def test_rejects_another_order_than_that_of_the_copies(
     monkeypatch.setattr(reads, "reads_from", lambda *args: change(plain(*args)))
     of = cycle()
     assert any(named in said for said in check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
+
+
+def test_what_is_pulled_takes_no_room_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader brings no weight that lies in pieces, also if its values are on the drive."""
+    of, read, plain = cycle(), set[str](), reads.reads_from
+
+    def seen(*args: Any) -> Reads:
+        found = plain(*args)
+        read.update(op.weight for op in found.repeated)
+        return found
+
+    monkeypatch.setattr(reads, "reads_from", seen)
+    assert not list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
+    pulled, *others = sorted(read)
+    read.clear()
+    weights = [replace(w, home="peers", peers=2) if w.name == pulled else w for w in of.plan.weights]
+    of = replace(of, plan=replace(of.plan, weights=tuple(weights)))
+    assert not list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
+    assert sorted(read) == others
 
 
 def test_reads_begin_again_at_every_call() -> None:
