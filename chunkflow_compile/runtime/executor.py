@@ -215,10 +215,8 @@ class Executor(OnDevice):
         """Copy into the arena before the step.  ``versions``: of the values that are there then."""
         device, arena = self.device, self.binding.arena
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
-        if device.pull is not None:
-            device.await_lanes(
-                self.primed
-            )  # nothing else orders what one lane has in flight before the copies of another
+        if device.pull is not None:  # nothing else orders what one lane has in flight before the copies of the other
+            device.await_lanes(self.primed)
         device.compute.record(self.handover)
         for lane in device.lanes:
             lane.wait(self.handover)

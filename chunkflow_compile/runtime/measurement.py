@@ -71,11 +71,11 @@ class StepMeasurement(NamedTuple):
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds that compute
     stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
     completions.  ``copy_s``: seconds of the copies that ended in the step; ``alone_s`` and ``alone_bytes``: seconds and
-    bytes of those from the host with no collective and no pull beside them. ``moved_bytes``: bytes of the copies issued in
+    bytes of those from the host with no collective and no pull beside them.  ``moved_bytes``: bytes of the copies issued in
     the step; ``pulled_bytes``: of them from other ranks; ``primed_bytes``: further bytes issued before a cold step.
-    ``read_s``, ``read_bytes``: of the drive, ahead of copies, since the step before. ``idle_s``: seconds between the end
-    of the call before it in its cycle and its start; 0 if that is not known. ``begin_s``: when it began, by the device's
-    clock. ``plan``: digest of the plan that it ran under, its own or a cycle's.
+    ``read_s``, ``read_bytes``: of the drive, ahead of copies, since the step before.  ``idle_s``: seconds between the end
+    of the call before it in its cycle and its start; 0 if that is not known.  ``begin_s``: when it began, by the device's
+    clock.  ``plan``: digest of the plan that it ran under, its own or a cycle's.
     """
 
     step_s: float
