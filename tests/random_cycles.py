@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
-from random_programs import Bench, Choices, Layer, Runs, Spec, choices, random_plan
+from random_programs import Bench, Choices, Layer, PeersBench, Runs, Spec, choices, random_plan
 
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.program.arrivals import arrivals
@@ -17,6 +17,8 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena, SlotState
 from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.source import Source
 
 Turn = tuple[Program, torch.Tensor]
 _RNG = random.Random(0)
@@ -47,20 +49,27 @@ cycles: st.SearchStrategy[Drawn] = st.tuples(
 class CycleBench(Runs):
     """A cycle of random models, with its weights."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: Drawn, peers: bool = False) -> None:
+        """``peers``: whether some weights lie in pieces on the devices of ranks."""
         super().__init__()
         found, order, shared, self.chosen = drawn
-        self.benches = [Bench(spec) for spec in found]
+        self.pieces: dict[str, Pieces] = {}
+        self.benches = [PeersBench(spec, self.chosen) if peers else Bench(spec) for spec in found]
         self.of = [self.benches[i % len(found)] for i in order]
         calls = []
         for number, bench in enumerate(self.of):
             prefix = f"{self.benches.index(bench)}." if shared else f"{number}."
             names = {w.name: prefix + w.name for w in bench.problem.weights}
             self.weights |= {names[n]: bench.weights[n] for n in names}
+            if isinstance(bench, PeersBench):
+                self.pieces |= {names[n]: bench.pieces[n] for n in bench.pieces}
             calls.append(Call(bench.cut, names, {}))
         self.calls = calls
         self.cycle = write(calls, random_plan(join(calls), self.chosen, inside=True))
         self.states = weakref.WeakKeyDictionary[Arena, SlotState]()
+
+    def source(self, name: str) -> Source:
+        return self.pieces.get(name, super().source(name))
 
     def running(self, cycle: Cycle) -> CycleBench:
         """The bench for another cycle of the same calls, such as a mutated one."""

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation, listed
+from random_cycles import CycleBench, Drawn, cycles
 from random_programs import Choices, Layer, PeersBench, Spec, choices, examples, specs
 from schedules import goes_wrong, matches
 
@@ -62,6 +63,23 @@ def test_random_programs_with_three_homes(programs: int, record_property: Callab
     check_all()
     assert len(seen) == programs and min(count[home] for home in ("device", "host", "peers")) > programs / 2
     record_property("counts", f"{programs} different programs of three homes: {count['runs']} runs, 0 mismatches")
+
+
+@pytest.mark.long
+def test_random_cycles_with_three_homes_and_jumps(record_property: Callable[[str, object], None]) -> None:
+    count: Counter[str] = Counter()
+
+    @examples(240, 100)
+    @given(cycles, st.sampled_from([0.0, 0.2, 0.5]))
+    def check_all(drawn: Drawn, jumps: float) -> None:
+        found = CycleBench(drawn, peers=True)
+        verify(found.cycle)
+        count.update(cycles=1, runs=matches(found, found.turns(jumps, 9), found.chosen.seed))
+        count.update(w.home for w in found.cycle.plan.weights)
+
+    check_all()
+    assert min(count[home] for home in ("device", "host", "peers")) > 0
+    record_property("counts", f"{count['cycles']} cycles of three homes: {count['runs']} runs, 0 mismatches")
 
 
 def in_turns(spec: Spec, one: Choices, other: Choices) -> tuple[PeersBench, list[tuple[Program, torch.Tensor]]]:
