@@ -105,8 +105,8 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "peers": Regime(
         family="wan",
-        size=Size(layers=4, frames=8, height=32, width=16, **_WAN_WIDTH),
-        load=5.4,
+        size=Size(layers=8, frames=8, height=32, width=16, **_WAN_WIDTH),
+        load=6.7,
         chunk_bytes=_CHUNK,
         arms=("resident", "chunkflow", "chunkflow@65%", "chunkflow+peers", "chunkflow+mix"),
         shows="weights on the devices of four ranks, which pull from each other six times as fast as from the host",
