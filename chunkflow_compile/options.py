@@ -20,7 +20,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
     POLICIES,
-    SHARDED,
+    ONLY_PREDICTED,
     Pack,
     Policy,
     Yield,
@@ -145,7 +145,7 @@ class Options:
             ("pack", get_args(Pack)),
         ):
             value = getattr(self, name)
-            if name == "policy" and value in SHARDED:
+            if name == "policy" and value in ONLY_PREDICTED:
                 raise ChunkflowError(
                     f"Option policy={value!r} is only predicted, by chunkflow simulate; it does not run."
                 )

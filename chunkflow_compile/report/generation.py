@@ -78,5 +78,5 @@ def draw_generation(generations: Mapping[str, Generation], memory: int, title: s
     axes.set(xlabel="seconds of one generation (planned)", ylabel="weights and activations on the device, GiB")
     axes.set(xlim=(0, None), ylim=(0, None))
     axes.set_title(title, fontsize=10)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2, frameon=False)
     save_figure(figure, path)
