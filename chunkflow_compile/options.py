@@ -19,8 +19,8 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
-    POLICIES,
     ONLY_PREDICTED,
+    POLICIES,
     Pack,
     Policy,
     Yield,

@@ -11,7 +11,7 @@ from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.regimes import DEMO, REGIMES
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.published import PUBLISHED
-from chunkflow_compile.passes.names import OPTIONAL_PASSES, ONLY_PREDICTED, POLICIES, SHARDED, STAGES
+from chunkflow_compile.passes.names import ONLY_PREDICTED, OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
 
 from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_pack, add_sizes
 

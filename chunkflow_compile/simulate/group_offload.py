@@ -1,6 +1,6 @@
-"""diffusers' group offload, predicted: ``enable_group_offload(offload_type="block_level", use_stream=True)``; we do not run it.
+"""diffusers' group offload, predicted: ``enable_group_offload(offload_type="block_level", use_stream=True)``.
 
-What it does is in ``hooks/group_offloading.py`` of diffusers 0.42:
+``chunkflow bench`` runs it as an alternative.  What it does is in ``hooks/group_offloading.py`` of diffusers 0.42:
 
 * A stream has one block a group, whatever ``num_blocks_per_group`` says.  A block is a module of a ModuleList or Sequential
   that the model itself has; one further inside, as of a text encoder, is not.
