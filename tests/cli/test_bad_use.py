@@ -43,6 +43,10 @@ ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
         (["simulate", OWN, "--pack", "--policy", "fsdp"], "--pack with policy fsdp, which has weights as they are"),
         (["simulate", OWN, "--policy", "distributed-layerwise"], "splits each block among ranks: give --ulysses 2 or"),
         (
+            ["bench", "contention", "--arms", "group-offload"],
+            "--arms: group-offload is only predicted, by chunkflow simulate; it does not",
+        ),
+        (
             ["bench", "contention", "--arms", "fsdp"],
             "--arms: fsdp is only predicted, by chunkflow simulate; it does not",
         ),
