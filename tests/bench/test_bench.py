@@ -325,7 +325,7 @@ def test_no_folder_and_no_rank_outlives_a_job_that_ends_early(
             ended.append("join" if list(tmp_path.iterdir()) else "join without the folder")
 
     class Started:
-        processes = [Process()]
+        processes = (Process(),)
 
         def join(self) -> bool:
             raise error
