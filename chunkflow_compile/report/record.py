@@ -152,7 +152,7 @@ def bars(record: ComparisonRecord) -> str:
 
 def _bar(share: float) -> str:
     full, rest = divmod(round(8 * _BAR * share), 8)
-    return "█" * full + _EIGHTHS[rest]
+    return f"{'█' * full}{_EIGHTHS[rest]}"
 
 
 def seconds(value: float | None) -> str:
