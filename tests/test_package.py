@@ -111,12 +111,9 @@ def test_the_wheel_brings_the_backend_and_the_passes(bare: Path, tmp_path: Path)
     assert run(bare, OF_THE_WHEEL, tmp_path).is_relative_to(bare.parent.parent)
     command = bare.parent / "chunkflow"
     assert "usage: chunkflow" in outcome([command, "--help"], tmp_path).stdout
-    line = "pip install 'diffusers>=0.38' transformers accelerate"
     doctor = outcome([command, "doctor"], tmp_path)
-    assert doctor.returncode == 0 and line in doctor.stdout, doctor
-    demo = outcome([command, "demo"], tmp_path)
-    assert demo.returncode == 2 and demo.stderr.count("\n") == 1, demo.stderr
-    assert f"needs diffusers, which is not installed: {line}." in demo.stderr
+    assert doctor.returncode == 0, doctor.stderr
+    assert "pip install 'diffusers>=0.38' transformers accelerate\n" in doctor.stdout, "by the metadata of the wheel"
     # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
     found = run(bare, "import chunkflow_compile.passes.plan as p; print(p.__file__)", ROOT)
     assert found.resolve() == ROOT / "passes" / "plan.py"
