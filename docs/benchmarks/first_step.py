@@ -166,7 +166,9 @@ def totals_table(arms_of: Found, arms: tuple[str, ...]) -> str:
             for state in states:
                 seconds = medians(found[arm][state], lambda r: r["total"])
                 ratio = base is not None and arm != arms[0]
-                row.append(f"{seconds:.1f} s" + (f" ({seconds / medians(base[state], lambda r: r['total']):.2f})" * ratio))
+                row.append(
+                    f"{seconds:.1f} s" + (f" ({seconds / medians(base[state], lambda r: r['total']):.2f})" * ratio)
+                )
             rows.append([*row, f"{medians(found[arm][COLD], lambda r: r['peak']) / 2**20:.0f} MiB"])
     return tabulate(rows, headers=("model", "arm", *states, "host memory"), disable_numparse=True)
 
