@@ -140,7 +140,7 @@ bench: $(VENV)/ready
 first-step: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/first_step.py --out docs/benchmarks/first_step.md
 
-# Blocks compiled one by one against the whole model: six minutes on two cores.
+# Blocks compiled one by one against the whole model: twelve minutes on two cores.
 cycle: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md --rounds 7
 
