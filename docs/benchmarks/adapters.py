@@ -52,10 +52,10 @@ ABOUT = f"""\
 
 {SIZE.layers} Wan blocks of width {WIDTH}, adapters on every linear layer, no GPU; `make adapters`.
 
-1. *slots*: `enable_adapters(rank={RANK})`, by kind, beside *hotswap*: diffusers' `enable_lora_hotswap(target_rank={RANK})` and
-   `compile_repeated_blocks`. *First*: the first call after each of {len(RANKS)} swaps; *step*: those after it.
-2. On an emulated link, {BUDGET:g} of the weights on the device, slots of rank {LINK_RANK}. *First*: against a warm call and the link's time
-   for all slots; *step*: against a model without slots.
+1. *slots*: `enable_adapters(rank={RANK})`, by kind, beside *hotswap*: diffusers' `enable_lora_hotswap(target_rank={RANK})`
+   and `compile_repeated_blocks`. *First*: the first call after each of {len(RANKS)} swaps; *step*: those after it.
+2. On an emulated link, {BUDGET:g} of the weights on the device, slots of rank {LINK_RANK}. *First*: against a warm call and
+   the link's time for all slots; *step*: against a model without slots.
 """
 
 

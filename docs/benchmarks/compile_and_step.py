@@ -208,7 +208,8 @@ def main() -> None:
         "steps": ("A step, all weights resident", partial(steps_section, arguments.steps)),
     }
     title = "Other sizes, and resident step time, against plain torch.compile"
-    about = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, no GPU; `make bench`. Random weights, float32."
+    about = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, no GPU; `make bench`. "
+    about += "Random weights, float32."
     for name, (heading, section) in made.items():
         if arguments.only in (None, name):
             print(text := f"{about}\n{section()}")
@@ -222,11 +223,12 @@ def sizes_section(blocks: int) -> str:
     wrong = [label for label, *_, right in found["rows"] if not right]
     assert not wrong, f"other outputs than those of a model compiled for one size: {wrong}"
     return (
-        f"{blocks} narrow blocks of Wan, empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; a warm "
-        f"step fetches {found['moved'] / 1e6:.1f} MB. The outputs of each\nsize are those of a model compiled for it alone.\n\n"
+        f"{blocks} narrow blocks of Wan, empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; "
+        f"a warm step fetches {found['moved'] / 1e6:.1f} MB. "
+        "The outputs of each\nsize are those of a model compiled for it alone.\n\n"
         f"```\n{size_table(found['rows'])}\n```\n\n"
-        "*Graphs*: compiled so far. The second size is compiled for all sizes, another batch once more, and a batch of one too. "
-        "All\nother sizes are plans only."
+        "*Graphs*: compiled so far. The second size is compiled for all sizes, another batch once more, and a batch of one "
+        "too. All\nother sizes are plans only."
     )
 
 
@@ -238,10 +240,9 @@ def steps_section(steps: int) -> str:
     found = {label: measure_steps(size, steps) for label, size in sizes.items()}
     spread = max(max(s) / statistics.median(s) for seconds in found.values() for s in seconds.values())
     return (
-        f"12 blocks of Wan, medians of {steps} runs in turns, in one process; ratios to `chunkflow, whole`. The slowest run of an arm "
-        f"took {spread:.2f} times\nits median.\n\n```\n{step_table(found)}\n```\n\n"
-        "The last arm has what Dynamo's guards and wrappers cost in each call. Between two calls, the data of the blocks take the "
-        "caches."
+        f"12 blocks of Wan, medians of {steps} runs in turns, in one process; ratios to `chunkflow, whole`. "
+        f"The slowest run of an arm took {spread:.2f} times\nits median.\n\n```\n{step_table(found)}\n```\n\n"
+        "The last arm has what Dynamo's guards and wrappers cost in each call."
     )
 
 

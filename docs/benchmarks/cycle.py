@@ -49,8 +49,8 @@ ABOUT = """\
 
 {today}, torch {torch}, {cpus}, no GPU; `make cycle`. {layers} blocks of Wan, real copies on an emulated link
 that all weights would keep busy for 0.7 of the resident step. *Whole*: compiled as one graph. *Cycle*: by
-`compile_repeated_blocks`, in the same budget, given as a share of the weights. *Apart*: the same until the order of its blocks
-has repeated, when each fetches its own weights. Medians, in random order; ratios to *whole*.
+`compile_repeated_blocks`, in the same budget, given as a share of the weights. *Apart*: the same until the order of its
+blocks has repeated, when each fetches its own weights. Medians, in random order; ratios to *whole*.
 
 ```
 {table}
@@ -169,9 +169,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 def _row(found: list[dict[str, Any]], ranks: int, memory: float) -> tuple[Any, ...]:
     assert not any(rank["primed"] for rank in found), "the blocks did not run as a cycle"
-    pairs = (
-        a / b for rank in found for a, b in zip(rank["times"]["blocks"], rank["times"]["whole"], strict=True)
-    )
+    pairs = (a / b for rank in found for a, b in zip(rank["times"]["blocks"], rank["times"]["whole"], strict=True))
     apart = median(t for rank in found for t in rank["apart"])
     whole = median(t for rank in found for t in rank["times"]["whole"])
     plans = found[0]["plans"]

@@ -44,10 +44,10 @@ BURST, TIMED = 6, 2
 ARMS = {"chunkflow": {}, "layerwise": {"policy": "layerwise"}}
 PAGE = "Weights on the drive"
 ABOUT = """\
-{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`. A Wan model
-of {weights}, half of it in its checkpoint, on an emulated link and an emulated drive that would read that half in `load` times
-the resident step ({compute}). `chunkflow` has {memory:g} of the weights on the device; `layerwise` fetches the whole next block.
-Medians of {timed} steps, of the resident one; predictions, of the step, are from measured times.
+{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`. A Wan
+model of {weights}, half of it in its checkpoint, on an emulated link and an emulated drive that would read that half in
+`load` times the resident step ({compute}). `chunkflow` has {memory:g} of the weights on the device; `layerwise` fetches the
+whole next block. Medians of {timed} steps, of the resident one; predictions, of the step, are from measured times.
 
 ```
 {table}

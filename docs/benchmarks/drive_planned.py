@@ -37,8 +37,8 @@ CHUNK = 16 << 20
 
 ABOUT = f"""\
 `python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md`. Planned, not run: an expert of
-`{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}`, {SHARE:g} of its weights on the drive, at most
-{BUDGET >> 30} GiB on the device. Calls as multiples of the resident one; *in memory*: with all weights in host memory.
+`{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}`, {SHARE:g} of its weights on the drive, at
+most {BUDGET >> 30} GiB on the device. Calls as multiples of the resident one; *in memory*: with all weights in host memory.
 """
 RATES = ", ".join(f"{rate / 1e9:g}" for rate in DRIVES)
 HEADERS = ("GPUs", "resident", "in memory", f"chunkflow, {RATES} GB/s", "layerwise")

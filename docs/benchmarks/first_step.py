@@ -187,10 +187,10 @@ def longest_phases(arm: Mapping[str, list[dict[str, Any]]]) -> str:
 def by_kind_section(found: Found) -> str:
     return (
         f"{date.today()}, torch {torch.__version__}, diffusers {diffusers.__version__}, {os.cpu_count()} CPU cores, no GPU; "
-        "`make first-step`. Narrow models, random weights,\nfloat32. From the call of the compiler to the first output; medians of "
-        f"{max(len(arms[BY_KIND][COLD]) for arms in found.values())} runs, each a process of its own.\nIn brackets: the "
-        "ratio to diffusers. *Loaded*: empty caches, and what the first process saved (torch's mega-cache). ChunkFlow streams\n"
-        "within half of the bytes of the weights. [Every run](first_step.json).\n\n"
+        "`make first-step`. Narrow models, random weights,\nfloat32. From the call of the compiler to the first output; "
+        f"medians of {max(len(arms[BY_KIND][COLD]) for arms in found.values())} runs, each a process of its own.\n"
+        "In brackets: the ratio to diffusers. *Loaded*: empty caches, and what the first process saved (torch's mega-cache). "
+        "ChunkFlow\nstreams within half of the bytes of the weights. [Every run](first_step.json).\n\n"
         f"```\n{totals_table(found, (REPEATED, BY_KIND))}\n```\n\n"
         + "\n".join(f"* {name}, seconds: {longest_phases(arms[BY_KIND])}." for name, arms in found.items())
     )

@@ -159,10 +159,10 @@ def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype, weights: int)
 ABOUT = """\
 # Host memory of the weights, and the time to place them
 
-{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
-A Wan model of {size} in bfloat16, from the page cache. *Memory* and *most* (while they place): of all
-ranks, as multiples of one copy of the weights. `pin_memory` copies each weight, as group offload does on each rank. Medians
-of {repeats} runs, in random order.
+{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/host_memory.py --out
+docs/benchmarks/host_memory.md`. A Wan model of {size} in bfloat16, from the page cache. *Memory* and *most* (while they
+place): of all ranks, as multiples of one copy of the weights. `pin_memory` copies each weight, as group offload does on
+each rank. Medians of {repeats} runs, in random order.
 
 ```
 {table}

@@ -294,10 +294,10 @@ def out_of_the_page_cache(file: Path) -> None:
 
 ABOUT = """\
 {today}, torch {torch}, {cores} CPU cores, no GPU; as root,
-`python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md`. A Wan model of {weights}, `share=True`, `host_memory=0`:
-each rank copies {planned} a step, a block ahead (`layerwise`). *Limit*: the ranks' memory, and {spares} for the page cache.
-*Disk*: what it brought in {steps} warm steps, as a multiple of what one rank copies. *CPU*: of all ranks, in a step. Medians of
-{repeats} runs.
+`python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md`. A Wan model of {weights}, `share=True`,
+`host_memory=0`: each rank copies {planned} a step, a block ahead (`layerwise`). *Limit*: the ranks' memory, and {spares}
+for the page cache. *Disk*: what it brought in {steps} warm steps, as a multiple of what one rank copies. *CPU*: of all
+ranks, in a step. Medians of {repeats} runs.
 
 ```
 {table}

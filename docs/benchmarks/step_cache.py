@@ -45,10 +45,11 @@ ROUNDS = 3
 ABOUT = f"""\
 # Step caches
 
-{SIZE.layers} Wan blocks with each step cache of diffusers, by kind, {STEPS} steps a generation, no GPU; `make step-cache`. A *miss*
-computes a whole step, a *hit* a part: the first block (FirstBlockCache), none (MagCache), or all without attention. *Bound*: the
-longer of the step with all weights on the device and the time of the emulated link for the bytes moved. The link would be busy
-for {LOAD} of a resident miss; the budget is {BUDGET:g} of the weights. Medians of {ROUNDS} generations after {LEARNING}.
+{SIZE.layers} Wan blocks with each step cache of diffusers, by kind, {STEPS} steps a generation, no GPU; `make step-cache`.
+A *miss* computes a whole step, a *hit* a part: the first block (FirstBlockCache), none (MagCache), or all without
+attention. *Bound*: the longer of the step with all weights on the device and the time of the emulated link for the bytes
+moved. The link would be busy for {LOAD} of a resident miss; the budget is {BUDGET:g} of the weights. Medians of {ROUNDS}
+generations after {LEARNING}.
 """
 
 
