@@ -41,9 +41,9 @@ TOLERANCE = 1e-4
 ABOUT = f"""\
 # Other image sizes
 
-A small FLUX pipeline, `apply(pipe)`, empty caches, {STEPS} steps and the VAE, no GPU; `make sizes`. Generations one after the
-other: graphs compiled in each, in brackets their regions that Inductor lowered. Pictures are within {TOLERANCE:.0e} of the plain
-pipeline's. The seconds are only an order: other work ran.
+A small FLUX pipeline, `apply(pipe)`, empty caches, {STEPS} steps and the VAE, no GPU; `make sizes`. Generations one after
+another: graphs compiled in each, in brackets the regions that Inductor lowered. Pictures are within {TOLERANCE:.0e} of the
+plain pipeline's. Seconds are rough: other work ran.
 """
 
 
