@@ -77,8 +77,8 @@ def main() -> None:
     about = (
         f"{date.today()}, `python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md`, "
         f"torch {torch.__version__}, one core.\n{title}, half of its weights resident: "
-        f"{len(cut.problem.regions)} regions, {chunks} chunks. Medians of the executor's own time to issue a call of "
-        f"{predicted.step_s:.1f} s (predicted\non {machine.name}). Regions, collectives, copies and CUDA's calls take no "
+        f"{len(cut.problem.regions)} regions, {chunks} chunks.\nMedians of the executor's own time to issue a call of "
+        f"{predicted.step_s:.1f} s (predicted on {machine.name}).\nRegions, collectives, copies and CUDA's calls take no "
         "time here; on a GPU they add to it (**not measured**)."
     )
     put_section(arguments.out, "The host's share", "To issue a call", f"{about}\n\n```\n{table}\n```")
