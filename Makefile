@@ -134,13 +134,13 @@ bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
 	$(BIN)/python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
-	$(BIN)/python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md
+	$(BIN)/python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md
 
 # Where the first step goes, beside diffusers' repeated blocks: an hour on two cores that nothing else uses.
 first-step: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/first_step.py --out docs/benchmarks/first_step.md
 
-# Blocks compiled one by one against the whole model: six minutes on two cores.
+# Blocks compiled one by one against the whole model: twelve minutes on two cores.
 cycle: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md --rounds 7
 
