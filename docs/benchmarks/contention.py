@@ -102,31 +102,32 @@ measured on a GPU.
 {commands}
 ```
 
-torch {versions}; {took}.
-Small models (`wan`, `flux`), two ranks, in shared-port four behind one port. *Load*: the share of the resident step for which
-the link would be busy if every weight streamed once a step. `chunkflow` has the bytes of `layerwise`, in compute-rich a quarter
-of all. Steps are medians; ratios are medians of the ratios within a round, which holds a step of every arm in random order.
-Outputs are {"equal" if equal else "NOT EQUAL"} bit for bit over all arms and steps.
+torch {versions}; {took}. Small models (`wan`, `flux`), two ranks, in shared-port four behind one port. *Load*: the share of
+the resident step for which the link would be busy if every weight streamed once a step. `chunkflow` has the bytes of
+`layerwise`, in compute-rich a quarter of all. Steps are medians; ratios are medians of the ratios within a round, which
+holds a step of every arm in random order. Outputs are {"equal" if equal else "NOT EQUAL"} bit for bit over all arms and
+steps.
 
 {_regimes_table(records)}
 
 *Collectives slower*: than in the resident arm, without the time that one rank waited for the other. *Predicted*: simulated
-with what regions and exchanges took in the resident arm, and with one factor for all arms, by which copies stretched compute;
-how far it is off in the worst arm, and its wait for weights as a share of the step.
+with what regions and exchanges took in the resident arm, and with one factor for all arms, by which copies stretched
+compute; how far it is off in the worst arm, and its wait for weights as a share of the step.
 
 ![arms of contention](contention_contention.png)
 
-Planned from a link twice as fast and compute twice as slow as they are (`misjudged`), contention takes {wrong:.3f} of the step
-that right figures give, and {replanned:.3f} with `replan_after=2`.
+Planned from a link twice as fast and compute twice as slow as they are (`misjudged`), contention takes {wrong:.3f} of the
+step that right figures give, and {replanned:.3f} with `replan_after=2`.
 
 In compute-poor, arms may also keep a share of the blocks. The bound is max(resident, streamed bytes / link); a prefix is of
 whole leading layers in the same bytes:
 
 {_residency_table(records["compute-poor"])}
 
-Three whole runs, on cores that other processes used ([all figures](contention_runs.csv)): chunkflow took 1.001 to 1.007 of the
-resident step in compute-rich, 1.005 to 1.022 in contention, 0.993 to 1.006 in contention-flux; predicted steps were off by at
-most 3.5 %. Before regions had a fixed duration, eight runs of contention gave 0.90 to 1.25, and predictions off by up to 14 %.
+Three whole runs, on cores that other processes used ([all figures](contention_runs.csv)): chunkflow took 1.001 to 1.007 of
+the resident step in compute-rich, 1.005 to 1.022 in contention, 0.993 to 1.006 in contention-flux; predicted steps were off
+by at most 3.5 %. Before regions had a fixed duration, eight runs of contention gave 0.90 to 1.25, and predictions off by up
+to 14 %.
 
 Every arm, step and predicted figure:
 {files}.
