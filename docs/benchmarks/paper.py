@@ -86,7 +86,7 @@ Steps are denoising steps (Wan: two forwards). `layerwise` fetches the whole nex
 code; `chunkflow` is the smallest plan whose step is at most 2 % longer than with all weights resident (the default); *in its
 memory*, the fastest plan in that of layerwise; *at its step*, the smallest plan at that of layerwise. Weights are the arena
 and the resident ones; in all there are {whole}.
-*Fits*: copies and collectives, which share the link, together take no
+*Fits*: copies and collectives, which share the link, take no
 longer than the resident step.
 
 {steps_table(found)}
