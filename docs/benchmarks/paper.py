@@ -85,9 +85,8 @@ Steps are denoising steps (Wan: two forwards). `layerwise` fetches the whole nex
 `layerwise-barrier` also waits for it before the first all-to-all of each block, like the baseline of the paper's reference
 code; `chunkflow` is the smallest plan whose step is at most 2 % longer than with all weights resident (the default); *in its
 memory*, the fastest plan in that of layerwise; *at its step*, the smallest plan at that of layerwise. Weights are the arena
-and the resident ones; in all there are {whole}.
-*Fits*: copies and collectives, which share the link, take no
-longer than the resident step.
+and the resident ones; in all there are {whole}. *Fits*: copies and
+collectives, which share the link, take no longer than the resident step.
 
 {steps_table(found)}
 
