@@ -19,8 +19,8 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_MIN_BYTES,
+    ONLY_PREDICTED,
     POLICIES,
-    SHARDED,
     Pack,
     Policy,
     Yield,
@@ -145,7 +145,7 @@ class Options:
             ("pack", get_args(Pack)),
         ):
             value = getattr(self, name)
-            if name == "policy" and value in SHARDED:
+            if name == "policy" and value in ONLY_PREDICTED:
                 raise ChunkflowError(
                     f"Option policy={value!r} is only predicted, by chunkflow simulate; it does not run."
                 )

@@ -112,6 +112,12 @@ class Hardware:
     """Factor, at least 1, by which pulls, of this rank and from it, stretch compute and the latency of collectives."""
     host_bandwidth: float = 0.0
     """Bytes/s that all ranks of a machine together read from its memory, 0 if no bound is known.  See :meth:`shared_by`."""
+    pageable_bandwidth: float = 8.4e9
+    """Bytes/s of a copy to the device from host memory that is not pinned; the better of the two hosts that we measured, an
+    H200's (docs/benchmarks/h200_card.json)."""
+    new_pages_bandwidth: float = 2.1e9
+    """Bytes/s at which the host writes pages of 4 KiB that it has just been given, as a copy from the device to a new tensor
+    does; the better of the same two hosts."""
     cards: tuple[str, ...] = ()
     """The cards that this is the profile of, as their drivers name them."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -310,6 +316,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "collective_pull_slowdown": (1, 100),
     "compute_pull_slowdown": (1, 100),
     "drive_bandwidth": RATES,
+    "pageable_bandwidth": RATES,
+    "new_pages_bandwidth": RATES,
     "node_ranks": (0, 1024),
     "node_bandwidth": (1e5, 1e13),
     "node_latency_s": (0, 1),

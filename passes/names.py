@@ -19,6 +19,12 @@ POLICIES: tuple[Policy, ...] = (
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
+# diffusers' enable_group_offload (simulate/group_offload.py).  That and the sharded ones are predicted, never run.
+GroupOffload = Literal["group-offload"]
+GROUP_OFFLOAD: GroupOffload = "group-offload"
+OnlyPredicted = GroupOffload | Sharded
+ONLY_PREDICTED: tuple[OnlyPredicted, ...] = (GROUP_OFFLOAD, *SHARDED)
+
 # How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
 # collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;
 # "auto": the better one on the timeline.

@@ -110,6 +110,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (given(pack=1), r"Option pack=1 is unknown; use one of False, True, auto"),
     (given(policy="fsdp"), r"policy='fsdp' is only predicted, by chunkflow simulate; it does not run"),
+    (
+        given(policy="group-offload"),
+        r"policy='group-offload' is only predicted, by chunkflow simulate; it does not run",
+    ),
     (given(policy="fast"), r"policy='fast' is unknown; use one of resident, layerwise, layerwise-barrier, "),
     (given(memory="8 pounds"), r"memory='8 pounds' is not a size: give bytes, or a text such as '8GiB'"),
     (given(slowdown=0.9), r"slowdown=0.9 is below 1"),

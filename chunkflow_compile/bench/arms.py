@@ -9,7 +9,7 @@ from typing import Any
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.peers import streamable
-from chunkflow_compile.passes.names import POLICIES, SHARDED, OnPeers, Pack, Policy
+from chunkflow_compile.passes.names import ONLY_PREDICTED, POLICIES, OnPeers, Pack, Policy
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.passes.placement.choice import to_pack, to_peers
@@ -66,7 +66,7 @@ def _parse(name: str) -> Arm:
     if form in _FORMS and planned.partition("@")[0] == "chunkflow":
         return replace(_parse(planned), name=name, **_FORMS[form])
     policy, at, share = name.partition("@")
-    if policy in SHARDED:
+    if policy in ONLY_PREDICTED:
         raise ChunkflowError(
             f"--arms: {policy} is only predicted, by chunkflow simulate; it does not run. Leave it out."
         )

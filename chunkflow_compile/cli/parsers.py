@@ -11,7 +11,7 @@ from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.regimes import DEMO, REGIMES
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.published import PUBLISHED
-from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
+from chunkflow_compile.passes.names import ONLY_PREDICTED, OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
 
 from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_pack, add_sizes
 
@@ -19,7 +19,7 @@ from .arguments import CARD, SIZES, add_hardware, add_json, add_kernels, add_low
 _DEMO_STEPS = 3
 _BENCH_STEPS = 6
 # host-yield differs from layerwise only in how far the host runs ahead, which is not simulated.
-SIMULATED = (*(p for p in POLICIES if p != "host-yield"), *SHARDED)
+SIMULATED = (*(p for p in POLICIES if p != "host-yield"), *ONLY_PREDICTED)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def _demo(parser: ArgumentParser) -> None:
     add("--steps", type=int, default=_DEMO_STEPS, help=f"measured steps per arm (default {_DEMO_STEPS})")
     add_lowering(parser)
     add_json(parser, "the record")
-    add("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
+    add("--dump", metavar="DIR", help="folder for the programs and a picture, which are not kept otherwise")
 
 
 def _bench(parser: ArgumentParser) -> None:

@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Mapping
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import SHARDED, Policy, Sharded
+from chunkflow_compile.passes.names import ONLY_PREDICTED, SHARDED, OnlyPredicted, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.report.plan_tables import packing_sentence, peers_sentence
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
+from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded, why_not
 
 from .degrees import sweep
@@ -20,7 +21,7 @@ from .parsers import SIMULATED
 from .target import Target, load_target, note_rates
 
 # Policies with which no weight is packed, or lies in pieces as --peers has them.
-_RAW = ("resident", *SHARDED)
+_RAW = ("resident", *ONLY_PREDICTED)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
     for name in ("pack", "peers"):
         if arguments.policy in _RAW and getattr(arguments, name) != "no":
-            what = "copies nothing" if arguments.policy == "resident" else "has weights as they are, split by itself"
+            what = "copies nothing" if arguments.policy == "resident" else "has weights as they are"
             raise ChunkflowError(f"--{name} with policy {arguments.policy}, which {what}: leave out one of the two.")
     if arguments.policy in SHARDED and arguments.ulysses < 2:
         raise ChunkflowError(f"Policy {arguments.policy} splits each block among ranks: give --ulysses 2 or more.")
@@ -57,16 +58,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _able(target: Target, memory: str | None) -> list[Policy | Sharded]:
+def _able(target: Target, memory: str | None) -> list[Policy | OnlyPredicted]:
     """Those of :data:`SIMULATED` that there are for this model, number of ranks and goal."""
     without = set[str](() if memory else ("layerwise-prefix",))  # it has no plan without a budget
     return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
 
 
-def _arm(target: Target, policy: Policy | Sharded) -> tuple[ArmRecord, Prediction | Timeline]:
+def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Prediction | Timeline]:
     """A step under a policy, and what is predicted of a call."""
-    if policy == "distributed-layerwise" or policy == "fsdp":
-        step = play_sharded(policy, target.raw, target.hardware, target.degree)
+    if policy == "distributed-layerwise" or policy == "fsdp" or policy == "group-offload":
+        step = (
+            play_group_offload(target.raw, target.hardware)
+            if policy == "group-offload"
+            else play_sharded(policy, target.raw, target.hardware, target.degree)
+        )
         return step.record(target.raw.total_bytes, target.forwards), step.timeline
     plan = _plan(target, policy)
     assert plan.predicted is not None

@@ -1,12 +1,15 @@
-"""A program, simulated node by node."""
+"""A program, simulated node by node; and the step of a way that has no program."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.schedule import Join
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.program.rewrite import Program, program_items
+from chunkflow_compile.report.record import ArmRecord
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
@@ -14,3 +17,25 @@ def play_program(program: Program, hardware: Hardware, timings: Timings | None =
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
     items = [item for _, item in program_items(program) if item is not None]
     return simulator.play([*items, Join()] if program.plan.joins else items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedStep:
+    """A call, predicted.  ``timeline``: ``exposed_s`` is what compute waits for weights, as copied or gathered;
+    ``collective_s`` counts gathers too.  ``device_bytes``: of weights, on each rank's device.  ``moved_bytes``: that it takes
+    in."""
+
+    timeline: Timeline
+    device_bytes: int
+    moved_bytes: int
+
+    def record(self, total_bytes: int, calls: int) -> ArmRecord:
+        """Of a step of so many calls.  ``total_bytes``: of all weights."""
+        return ArmRecord(
+            step_s=self.timeline.step_s * calls,
+            exposed_h2d_s=self.timeline.exposed_s * calls,
+            collective_s=self.timeline.collective_s * calls,
+            weights_device_bytes=self.device_bytes,
+            weights_total_bytes=total_bytes,
+            moved_bytes_per_step=self.moved_bytes * calls,
+        )

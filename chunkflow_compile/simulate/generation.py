@@ -18,6 +18,12 @@ from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.units import enough, size
 
+from .group_offload import play_group_offload, there_and_back_s
+
+# Two of the ways by the calls of diffusers that they stand for.  Model offload moves a whole component there and back, too.
+MODEL_OFFLOAD = "model offload (enable_model_cpu_offload)"
+GROUP_OFFLOAD = "group offload, two blocks (enable_group_offload)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
@@ -47,16 +53,20 @@ class Component:
 
 
 def generations(components: Sequence[Component], hardware: Hardware, memory: int) -> Mapping[str, Generation]:
-    """The same generation with all weights on the device, with one component at a time there, with two blocks at a time,
-    and planned within ``memory`` bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
+    """The same generation with all weights on the device, under diffusers' model offload, under its group offload, and
+    planned within ``memory`` bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.shared_by(1).copy_rate
     plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
-    singly = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
+    moved_s = {c.name: there_and_back_s(c.weights, hardware) for c in components}
+    singly = [replace(p, weights=c.weights, loading_s=moved_s[p.name]) for p, c in zip(plain, components, strict=True)]
 
     def blocks(c: Component) -> PhaseMemory:
-        phase = _phase(c, hardware, policy="layerwise")
-        return phase if phase.plan is not None else replace(phase, loading_s=c.weights / rate)
+        phase = _phase(c, hardware, policy="resident")
+        if c.cut is None:  # no list of blocks of its own: it goes there and back as a whole
+            return replace(phase, loading_s=moved_s[c.name])
+        step = play_group_offload(c.cut.problem, hardware)
+        return replace(phase, weights=step.device_bytes, seconds=step.timeline.step_s, plan=None)
 
     def planned(c: Component) -> PhaseMemory:
         others = _small_of_others(c, components)
@@ -73,8 +83,8 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
 
     return {
         "plain": plain,
-        "one model at a time": singly,
-        "two blocks at a time": [blocks(c) for c in components],
+        MODEL_OFFLOAD: singly,
+        GROUP_OFFLOAD: [blocks(c) for c in components],
         "chunkflow": [planned(c) for c in components],
     }
 

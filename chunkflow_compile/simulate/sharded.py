@@ -17,7 +17,7 @@ it.  Not counted are the copies on the device around a gather and the host's wor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
@@ -26,30 +26,10 @@ from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.resources import Transfer
 from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, ScheduleItem, Transfers, schedule
-from chunkflow_compile.passes.placement.timeline import Run, Simulator, Timeline
+from chunkflow_compile.passes.placement.timeline import Run, Simulator
 from chunkflow_compile.passes.problem import Collective, Problem
-from chunkflow_compile.report.record import ArmRecord
 
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedStep:
-    """A call, predicted.  ``timeline``: ``exposed_s`` is what compute waits for gathers, ``collective_s`` counts them too.
-    ``device_bytes``: of weights, on each rank's device.  ``moved_bytes``: that its slots take in."""
-
-    timeline: Timeline
-    device_bytes: int
-    moved_bytes: int
-
-    def record(self, total_bytes: int, calls: int) -> ArmRecord:
-        """Of a step of so many calls.  ``total_bytes``: of all weights."""
-        return ArmRecord(
-            step_s=self.timeline.step_s * calls,
-            exposed_h2d_s=self.timeline.exposed_s * calls,
-            collective_s=self.timeline.collective_s * calls,
-            weights_device_bytes=self.device_bytes,
-            weights_total_bytes=total_bytes,
-            moved_bytes_per_step=self.moved_bytes * calls,
-        )
+from .arms import PlayedStep
 
 
 def why_not(problem: Problem, ranks: int) -> str:
@@ -61,7 +41,7 @@ def why_not(problem: Problem, ranks: int) -> str:
     return ""
 
 
-def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int) -> ShardedStep:
+def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int) -> PlayedStep:
     """A call of a problem, split among so many ranks.  Raises ChunkflowError if it cannot be, see :func:`why_not`."""
     if why := why_not(problem, ranks):
         raise ChunkflowError(f"Policy {way} is not for this model on so many ranks. {why}")
@@ -95,7 +75,7 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
     simulator = Simulator(played, hardware, max(shards))
     shard_of = {given + b: "" if way == "fsdp" else f"shard_{b}" for b in range(len(blocks))}
     kept = sum(shards) if way == "fsdp" else 0
-    return ShardedStep(
+    return PlayedStep(
         timeline=_Gathering(simulator, items, shard_of).play(),
         device_bytes=2 * max(sizes) + kept + problem.total_bytes - sum(sizes),
         moved_bytes=sum(sizes),

@@ -1,7 +1,7 @@
 """Policies: the placements of other systems, expressed as windows, for comparison.
 
-``layerwise``: while a block computes, the whole next block is fetched (SGLang; diffusers' group offload of one block with
-streams does the same, but each of its calls first copies what is outside blocks, and the first block).
+``layerwise``: while a block computes, the whole next block is fetched (SGLang; diffusers' group offload does more in each
+call: simulate/group_offload.py).
 ``layerwise-barrier``: also, compute waits for the next block before the first collective of the current one, so no copy
 runs beside a collective after it (the baseline of the paper's reference code).
 ``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit the budget.  ``host-yield``:

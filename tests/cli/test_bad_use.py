@@ -43,6 +43,10 @@ ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
         (["simulate", OWN, "--pack", "--policy", "fsdp"], "--pack with policy fsdp, which has weights as they are"),
         (["simulate", OWN, "--policy", "distributed-layerwise"], "splits each block among ranks: give --ulysses 2 or"),
         (
+            ["bench", "contention", "--arms", "group-offload"],
+            "--arms: group-offload is only predicted, by chunkflow simulate; it does not",
+        ),
+        (
             ["bench", "contention", "--arms", "fsdp"],
             "--arms: fsdp is only predicted, by chunkflow simulate; it does not",
         ),
@@ -190,7 +194,9 @@ def test_what_is_not_installed(
     for arguments in commands:
         assert main(arguments) == 2
         said = capsys.readouterr().err
-        assert f"needs {missing}, which is not installed: pip install diffusers transformers" in said, said
+        assert (
+            f"needs {missing}, which is not installed: pip install 'diffusers>=0.38' transformers accelerate." in said
+        ), said
         assert said.count("\n") == 1, said
     assert main(["plan", MODEL, *SIZES]) == 0, "a model of its own needs none"
 

@@ -27,7 +27,7 @@ from chunkflow_compile.cli.output import Progress
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
-from chunkflow_compile.passes.names import SHARDED
+from chunkflow_compile.passes.names import ONLY_PREDICTED, SHARDED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import buffer_of
@@ -56,7 +56,7 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(
     if lowering == "inductor":  # as a user runs it
         done = chunkflow(*command, "--layers", "4")
         code, shown, said = done.returncode, done.stdout, done.stderr
-        assert not [line for line in re.split(r"[\r\n]+", said) if line and "step" not in line], said
+        assert "compile" in said and all(re.match(r" *\d+ s  ", line) for line in said.splitlines()), said
     else:
         rich = demo.DEMO["compute-rich"]
         size = replace(rich.size, layers=4, height=16, width=16)
@@ -82,9 +82,13 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(
         assert regime["arms"]["chunkflow"]["equal_to_resident"] is True
         assert regime["arms"]["chunkflow"]["moved_bytes_per_step"] > 0
     assert len(re.findall(r"(?m)^chunkflow .* yes$", shown)) == len(regimes)
-    links = [float(x) for x in re.findall(r"a link of ([\d.]+) MB/s is emulated", shown)]
+    links = [float(x) for x in re.findall(r"an emulated link of ([\d.]+) MB/s", shown)]
     assert len(links) == len(regimes) and links == sorted(links), "the link that is nearly full is the narrower one"
     assert "\r" not in shown, "the progress bar goes to stderr"
+    assert (dump / "chunkflow-demo.png").stat().st_size > 1000 and f"picture: {dump}/chunkflow-demo.png\n" in shown
+    for name in regimes:
+        assert f"{name}: The link " in shown.split("emulated link of")[list(regimes).index(name)], "before its table"
+    assert len(re.findall(r"(?m)^chunkflow +[█▏▎▍▌▋▊▉]+ +[\d.]+ ms +[█▏▎▍▌▋▊▉]+ +[\d.]+ MiB$", shown)) == len(regimes)
     program = Path(re.search(r"(?m)^program: (.*)$", shown)[1])
     assert program.is_relative_to(dump)
     assert "prefetch('blocks.1." in program.read_text() and "all_to_all_single" in program.read_text()
@@ -143,9 +147,10 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert main(["simulate", OWN, "--ulysses", "2", "--hardware", "cpu", "--forwards", "2", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     written = json.loads(out.read_text())
-    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow", *SHARDED]
-    resident, layerwise, barrier, streamed, *sharded = written["arms"].values()
+    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow", *ONLY_PREDICTED]
+    resident, layerwise, barrier, streamed, grouped, *sharded = written["arms"].values()
     split, gathered = sharded
+    assert grouped["step_s"] > layerwise["step_s"]
     for arm in sharded:
         assert arm["step_s"] >= resident["step_s"]
         assert arm["moved_bytes_per_step"] == pytest.approx(layerwise["moved_bytes_per_step"], rel=0.01), "with norms"
@@ -248,7 +253,7 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     )
     assert "bfloat16[512, 256], 256.0 KiB" in run("why", "blocks.1.up.weight", "--pack", "--memory", "1280KiB")
     shown = run("simulate", "--pack", "--json", str(file))
-    assert "packed, but for policy resident: 8 of 12 weights" in shown
+    assert "packed, but for policy resident, group-offload: 8 of 12 weights" in shown
     arms = json.loads(file.read_text())["arms"]
     assert not set(SHARDED) & set(arms), "one rank has no others to split its weights with"
     assert arms["resident"]["weights_total_bytes"] > 1.3 * arms["chunkflow"]["weights_total_bytes"]
@@ -283,7 +288,9 @@ def test_weights_on_the_devices_of_ranks_are_planned_and_shown(
     assert "no weight is on the devices of other ranks: there is one rank only" in capsys.readouterr().err
     name = plan.streamed[0].name
     assert "peers" in run("why", name, *two, *within, "--peers")
-    assert "in pieces, but for policy resident, distributed-layerwise, fsdp: " in run("simulate", *two, "--peers")
+    assert "in pieces, but for policy resident, group-offload, distributed-layerwise, fsdp: " in run(
+        "simulate", *two, "--peers"
+    )
     run("simulate", *within, "--peers", "--sweep-ulysses", "1,2", "--json", str(file))
     assert [d["degree"] for d in json.loads(file.read_text())["degrees"]] == [1, 2]
     shown = run("plan", *two, "--curve", "--peers", "--json", str(file))

@@ -21,7 +21,7 @@ from chunkflow_compile.cli.arguments import FORMS
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.simulate.generation import Component, generations, least_budget
+from chunkflow_compile.simulate.generation import GROUP_OFFLOAD, MODEL_OFFLOAD, Component, generations, least_budget
 
 pytest.importorskip("transformers")
 
@@ -108,11 +108,11 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert [p["calls"] for p in phases["plain"].values()] == [2, 6, 4, 1]
     total = phases["plain"]["vae"]["weights"]
     assert all(p["weights"] == total for p in phases["plain"].values())
-    assert sum(p["weights"] for p in phases["one model at a time"].values()) == total
+    assert sum(p["weights"] for p in phases[MODEL_OFFLOAD].values()) == total
     most = {way: max(p["weights"] + p["activations"] for p in g.values()) for way, g in phases.items()}
     assert most["chunkflow"] <= memory == found["least"]
     # weights below min_bytes stay on the device: here all of them
-    assert most["one model at a time"] < most["chunkflow"] <= most["plain"]
+    assert most[MODEL_OFFLOAD] < most["chunkflow"] <= most["plain"]
     check_timeline(json.loads(timeline.read_text())["traceEvents"], [*phases["chunkflow"].values()])
     code, out, _ = run(capsys, "--memory", "1GiB", "--json", "-")
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
@@ -134,7 +134,7 @@ def test_a_generation_of_packed_weights() -> None:
     seconds = {pack: way["chunkflow"][0].seconds for pack, way in ways.items()}
     assert seconds["auto"] <= seconds["yes"] < 0.8 * seconds["no"]
     assert all(way["chunkflow"][0].weights <= weights // 2 for way in ways.values())
-    for name in ("plain", "two blocks at a time"):
+    for name in ("plain", GROUP_OFFLOAD):
         assert ways["yes"][name] == ways["no"][name]
 
 

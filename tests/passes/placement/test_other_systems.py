@@ -12,7 +12,8 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import SHARDED
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.simulate.sharded import ShardedStep, play_sharded, why_not
+from chunkflow_compile.simulate.arms import PlayedStep
+from chunkflow_compile.simulate.sharded import play_sharded, why_not
 
 US = 1e-6
 # Copies have a link of their own, on which a chunk takes a microsecond; a gather has another, of the same rate.
@@ -30,7 +31,7 @@ def resident(found: Problem, hardware: Hardware) -> float:
     return predicted.step_s
 
 
-def on_four(way: str, found: Problem = TWO, **change: object) -> ShardedStep:
+def on_four(way: str, found: Problem = TWO, **change: object) -> PlayedStep:
     machine = replace(APART, **change)  # type: ignore[arg-type]
     return play_sharded(way, replace(found, ranks=4), machine, 4)  # type: ignore[arg-type]
 

@@ -1,0 +1,83 @@
+"""diffusers' group offload, predicted: ``enable_group_offload(offload_type="block_level", use_stream=True)``.
+
+``chunkflow bench`` runs it as an alternative.  What it does is in ``hooks/group_offloading.py`` of diffusers 0.42:
+
+* A stream has one block a group, whatever ``num_blocks_per_group`` says.  A block is a module of a ModuleList or Sequential
+  that the model itself has; one further inside, as of a text encoder, is not.
+* All other weights are one more group, without the stream.  **Each call begins by copying them to the device from memory that
+  is not pinned, and ends by copying them into new tensors of the host.**  Nothing runs beside either.
+* Each parameter is a copy of its own.  Before a block computes, the host waits for its copies, which are pinned, and issues
+  those of the next block.  So nothing is beside the copy of the first block, and none of a call is beside the one before.
+
+Compute is that of the compiled program: blocks are compiled one by one (``compile_repeated_blocks``), at no cost of lost
+fusion.  The host's work for hooks and guards is left out too, where it is longer than a block's compute and copy.  Both make
+a step longer, so this is the best case.  With ``record_stream=True`` copies may run further ahead than two blocks: a step of
+equal blocks is no shorter by that, and more of them are on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.placement.policies import block_regions
+from chunkflow_compile.passes.placement.schedule import Compute, Evict, ScheduleItem, Transfers, Wait, schedule
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.problem import Problem, Weight
+
+from .arms import PlayedStep
+
+
+def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
+    """A call of a problem under group offload, its blocks compiled one by one."""
+    blocks = [b for b in block_regions(problem) if _is_group(problem.regions[b[0]].block)]
+    groups = _groups(problem, blocks)
+    sizes = [sum(w.nbytes for w in group) for group in groups]
+    outside = problem.total_bytes - sum(sizes)
+    begins = {first: b for b, (first, _) in enumerate(blocks)}
+    ends = {last: b for b, (_, last) in enumerate(blocks)}
+    copied = tuple(w for group in groups for w in group)
+    played = replace(problem, weights=copied)
+    items: list[ScheduleItem] = [Prefetch(w.name, 0, 1, 0, False) for w in groups[0]] if groups else []
+    for item in schedule(played, Transfers(prefetches={}, waits={}, evicts={}, barriers={})):
+        block = begins.get(item.region) if isinstance(item, Compute) else None
+        if block is not None:
+            items += [Wait(w.name) for w in groups[block]]
+            after = groups[block + 1] if block + 1 < len(groups) else ()
+            items += [Prefetch(w.name, 0, 1, blocks[block][0], False) for w in after]
+        items.append(item)
+        if isinstance(item, Compute) and item.region in ends:
+            items += [Evict(w.name) for w in groups[ends[item.region]]]
+    simulator = Simulator(played, hardware, max((w.nbytes for w in copied), default=1))
+    timeline = simulator.play(items)
+    moving_s = there_and_back_s(outside, hardware)
+    return PlayedStep(
+        timeline=replace(
+            timeline, step_s=timeline.step_s + moving_s, exposed_s=timeline.exposed_s + moving_s, spans=()
+        ),
+        device_bytes=outside + max((a + b for a, b in pairwise([*sizes, 0])), default=0),
+        moved_bytes=problem.total_bytes,
+    )
+
+
+def there_and_back_s(nbytes: int, hardware: Hardware) -> float:
+    """Seconds in which a module goes to the device by ``module.to``, and back, as it does in diffusers without a stream."""
+    return nbytes / hardware.pageable_bandwidth + nbytes / hardware.new_pages_bandwidth
+
+
+def _is_group(block: str) -> bool:
+    """Whether a block is a module of a list that the model itself has, such as ``blocks.3``."""
+    return len(block.split(".")) == 2
+
+
+def _groups(problem: Problem, blocks: list[tuple[int, int]]) -> list[list[Weight]]:
+    """The weights of each block that no other reads, each as one copy from host memory."""
+    home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
+    groups: list[list[Weight]] = [[] for _ in blocks]
+    for weight in problem.weights:
+        readers = {home.get(k, -1) for k in weight.uses}
+        if len(readers) == 1 and (block := readers.pop()) >= 0:
+            groups[block].append(replace(weight, packed=0, peers=0, drive=False))
+    return groups
