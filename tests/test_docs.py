@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import pkgutil
 import re
 import runpy
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.options import ALIASES, Options
@@ -232,3 +234,27 @@ def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch
     """What it imports is there; to run it takes minutes."""
     monkeypatch.syspath_prepend(str(script.parent))
     assert runpy.run_path(str(script))
+
+
+MODELS = ROOT / "docs" / "benchmarks" / "models.py"
+
+
+def test_the_page_of_models_is_what_its_trials_say(tmp_path: Path) -> None:
+    """And no server's column claims more than a test of its plug-in runs."""
+    run = runpy.run_path(str(MODELS))
+    rows = [json.loads(line) for line in (ROOT / "docs" / "models.jsonl").read_text().splitlines()]
+    page = run["page"](rows)
+    assert page == (ROOT / "docs" / "models.md").read_text()
+    assert len(page.split()) <= 700
+    equal = next(row for row in rows if row["result"] == "equal")
+    assert run["page"]([{**row, "result": "differs"} if row is equal else row for row in rows]) != page
+    for server, classes in run["SERVERS"].items():
+        text = "".join(path.read_text() for path in sorted((ROOT / "tests" / "servers").glob(f"*{server}*.py")))
+        for name, tests in classes.items():
+            assert f".{name}" in text and all(f"def {test}(" in text for test in tests.values()), name
+
+
+def test_trials_that_are_missing_are_one_sentence(tmp_path: Path) -> None:
+    done = run_python(str(MODELS), "--trials", str(tmp_path / "none.jsonl"), "--page", str(tmp_path / "page.md"))
+    assert done.returncode == 1 and not (tmp_path / "page.md").exists()
+    assert done.stderr == f"{tmp_path}/none.jsonl cannot be read (No such file or directory): make models writes it.\n"
