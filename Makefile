@@ -176,8 +176,9 @@ published: $(VENV)/ready
 several-gpus: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 
-# Every transformer class of diffusers against eager, each way: 480 trials of 10 to 60 seconds.  A run that was cut off
-# goes on; without docs/models.jsonl it begins anew.  A trial that is bad is on the page too.  The configurations are those of diffusers' tests; bitsandbytes is for nf4.
+# Every transformer class of diffusers against eager, each way: 480 trials of 10 to 60 seconds, with the configurations of
+# diffusers' tests.  A run that was cut off goes on; without docs/models.jsonl it begins anew.  A trial that is bad is on the
+# page too.  bitsandbytes is for nf4.
 DIFFUSERS ?= build/diffusers
 models: $(VENV)/ready $(DIFFUSERS)
 	$(BIN)/pip install --quiet parameterized bitsandbytes
