@@ -73,8 +73,7 @@ model and no GPU is in this table. `make models` tries again and writes this pag
 
 {others}
 An earlier run, without a table, tried 70 configurations of these classes: 64 ran eagerly, and all of these with ChunkFlow
-without `fullgraph`, bit-equal. Of 57 that are one graph with `aot_eager`, 55 ran so; the others are Mochi and
-HunyuanVideo-Framepack, by sizes that depend on data.
+without `fullgraph`, bit-equal.
 
 ## Whole pipelines
 
