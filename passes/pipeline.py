@@ -21,7 +21,7 @@ from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_pack, to_peers
+from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
@@ -193,11 +193,14 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     finest = packed(finest, names)
     if settings.group_bytes is not None or alone:
         return finest
-    groups = _cut_before(finest, settings) or coarsest(finest, memory is not None, planned)
+    before = _cut_before(finest, settings)
+    groups = before or coarsest(finest, memory is not None, planned)
     if len(groups) == len(finest.regions):
         return finest
     views = "views" not in settings.disabled
     again = cut(traced, (finest.raw or finest).discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+    if settings.peers == "auto" and before is None:
+        again = on_peers(again, to_fewer_peers(again, planned, settings.ranks, memory is not None), settings.ranks)
     return packed(again, names)
 
 

@@ -37,6 +37,8 @@ from .coarsest import AS_GOOD
 _SHARES = (1.0, 0.5, 0.25)
 # Each round, what more can stay is the bytes of the pieces lost before: after this many, less than 1 % of the weights.
 _ROUNDS = 4
+# A share of the weights in pieces, by which these are fewer in each try.
+_SHARE_STEP = 1 / 32
 # If pieces of all weights have no room, the largest share of which they have is found to one part in 2 to this power.
 _HALVINGS = 4
 # Of what the host's link could bring in a step, how much it gets to bring beside pulls: the more, the fewer bytes for those,
@@ -76,6 +78,22 @@ def to_peers(
     names, tried = _without_kept(names, tried, tries)
     if tried is not None and host_rate and (beside := _beside(cut, names, tried, host_rate)):
         _without_kept(names - beside, tries.add(names - beside), tries)
+    return tries.best
+
+
+def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
+    """The names of those weights in pieces that keep them in a cut coarser than that for which they were chosen.
+
+    There each gap has to bring more, and what fit it no longer does.  Without its pieces, a weight takes no time of the
+    peers' link: it stays on the device as long as there is memory.  Arguments as in to_peers.
+    """
+    names = frozenset(w.name for w in cut.problem.weights if w.peers)
+    tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
+    share = 0.0
+    while names and not tries.hidden and tries.best == names and share < 1:
+        share += _SHARE_STEP
+        names -= frozenset(_spread(*_by_use(cut, names), _SHARE_STEP / (1 - share + _SHARE_STEP)))
+        tries.add(names)
     return tries.best
 
 
@@ -132,7 +150,10 @@ def _with_room(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
 
 
 class _Tries:
-    """Sets of weights in a form, the best of which is kept.  ``hidden``: whether none is needed."""
+    """Sets of weights in a form, the best of which is kept.
+
+    ``first``: the plan for the cut as it is, None if there is none.  ``hidden``: whether it needs no other set.
+    """
 
     def __init__(
         self,
@@ -140,15 +161,17 @@ class _Tries:
         plan: Callable[[Problem], Plan],
         form: Callable[[Cut, Collection[str]], Cut],
         budget: bool = True,
+        names: frozenset[str] = frozenset(),
     ) -> None:
-        """``budget``: see :func:`to_peers`."""
-        self.best, self.hidden, self._least = frozenset[str](), False, math.inf
+        """``budget``: see :func:`to_peers`.  ``names``: those in the form in the cut."""
+        self.best, self.hidden, self._least = names, False, math.inf
+        self.first: Plan | None = None
         self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
         with contextlib.suppress(ChunkflowError):  # packed, the regions may find room
-            raw = plan(cut.problem)
-            assert raw.predicted is not None
-            self.hidden = budget and raw.predicted.step_s <= AS_GOOD * raw.predicted.resident_step_s
-            self._least = self._measure(raw) / AS_GOOD
+            self.first = first = plan(cut.problem)
+            assert first.predicted is not None
+            self.hidden = budget and first.predicted.step_s <= AS_GOOD * first.predicted.resident_step_s
+            self._least = self._measure(first) / AS_GOOD
 
     def add(self, names: frozenset[str]) -> Plan | None:
         """The plan with these weights in the form; None if there is none within the budget."""

@@ -21,7 +21,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
-from chunkflow_compile.passes.placement.choice import planned_for, to_pack
+from chunkflow_compile.passes.placement.choice import planned_for, to_fewer_peers, to_pack
 
 BLOCKS, WIDTH = 8, 256
 STEP = 0.01
@@ -121,6 +121,20 @@ def test_weights_that_stay_have_no_pieces(traced: Traced) -> None:
     assert choose_cut(traced, again).on_peers == best.on_peers
     assert choose_cut(traced, replace(goal, peers=best.on_peers | {"other"})).problem == best.problem
     assert choose_cut(traced, replace(goal, peers=True)).on_peers == streamable(cut)
+
+
+def test_fewer_pieces_where_they_leave_room(traced: Traced) -> None:
+    """A cut whose plan has more to pull than its gaps hold, and memory left."""
+    cut = make_cut(traced, 1)
+    goal = to_peers(cut, 11.0, memory=round(0.85 * cut.problem.total_bytes), chunk_bytes=1 << 18)
+    plan, everything = partial(make_plan, settings=goal), on_peers(cut, streamable(cut), 2)
+    names = to_fewer_peers(everything, plan, 2)
+    fewer, pulled = plan(on_peers(cut, names, 2).problem), plan(everything.problem)
+    assert frozenset() < names < streamable(cut)
+    assert fewer.predicted.step_s < 0.99 * pulled.predicted.step_s and fewer.device_bytes <= goal.memory
+    ample = partial(make_plan, settings=replace(goal, memory=2 * cut.problem.total_bytes))
+    assert to_fewer_peers(everything, ample, 2) == everything.on_peers
+    assert to_fewer_peers(cut, plan, 2) == frozenset(), "there are none"
 
 
 def test_some_come_from_the_host_beside_pulls(traced: Traced) -> None:
