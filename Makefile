@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus readme-table clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -175,6 +175,10 @@ published: $(VENV)/ready
 # What each way to run a model on several GPUs reaches: traces five models for three numbers of ranks, in twenty minutes.
 several-gpus: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
+
+# The chart and the table of the README, from what was measured and planned; PLAN=--plan plans again, in twenty minutes.
+readme-table: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/readme_table.py $(PLAN)
 
 # torch first: otherwise pip chooses a build of torch as a dependency.
 $(VENV)/ready: pyproject.toml
