@@ -232,3 +232,9 @@ def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch
     """What it imports is there; to run it takes minutes."""
     monkeypatch.syspath_prepend(str(script.parent))
     assert runpy.run_path(str(script))
+
+
+def test_the_call_that_the_page_of_the_architecture_shows_is_a_real_one() -> None:
+    """What is written there by ``python docs/one_call.py --write``."""
+    shown = runpy.run_path(str(ROOT / "docs" / "one_call.py"))["shown"]()
+    assert f"\n{shown}\n" in (ROOT / "docs" / "architecture.md").read_text()

@@ -20,7 +20,8 @@ _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
     """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``loading_s``: seconds before its first
-    call, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights, None if it runs eagerly."""
+    call, and after its last if it goes back to the host then, in which nothing computes.  ``seconds``: of one call.
+    ``plan``: of its weights, None if it runs eagerly or under group offload."""
 
     name: str
     weights: int
