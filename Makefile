@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus readme-table clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus readme-table dist clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -134,13 +134,13 @@ bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
 	$(BIN)/python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
-	$(BIN)/python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md
+	$(BIN)/python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md
 
 # Where the first step goes, beside diffusers' repeated blocks: an hour on two cores that nothing else uses.
 first-step: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/first_step.py --out docs/benchmarks/first_step.md
 
-# Blocks compiled one by one against the whole model: six minutes on two cores.
+# Blocks compiled one by one against the whole model: twelve minutes on two cores.
 cycle: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md --rounds 7
 
@@ -186,6 +186,12 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[diffusers,dev]'
 	touch $@
+
+# The sdist, and the wheel that is made from it.  The tests check both.
+dist: $(VENV)/ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check dist/*
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -140,10 +140,10 @@ def forking() -> Any:
     return context
 
 
-def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int, join: bool = True) -> Any:
     """As torch.multiprocessing.spawn, but without its imports."""
     method = forking().get_start_method()
-    torch.multiprocessing.start_processes(work, args, nprocs=nprocs, start_method=method)
+    return torch.multiprocessing.start_processes(work, args, nprocs=nprocs, join=join, start_method=method)
 
 
 @pytest.fixture(scope="module")

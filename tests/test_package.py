@@ -1,17 +1,23 @@
-"""The wheel, in an environment of its own: the backend needs no import, passes are importable.  A source tree in one."""
+"""The sdist and the wheel, which is tried in an environment of its own: the backend needs no import, passes are importable.
+A source tree in one."""
 
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from chunkflow_compile.frontend.source_tree import ENTRY_POINTS
+from chunkflow_compile.hardware.machine import EXTRAS, install_line
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,9 +37,10 @@ OF_THE_WHEEL = f"""
 import sys, torch
 assert "chunkflow" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
 assert "chunkflow_compile" not in sys.modules, "the backend is found by its entry point, not by an import"
-import chunkflow_compile.passes.program.verify, importlib.util
+import chunkflow_compile.passes.program.verify, importlib.metadata, importlib.util
 assert "torch" in sys.modules and "diffusers" not in sys.modules
 assert importlib.util.find_spec("passes") is None, "the top-level name belongs to the user"
+assert importlib.metadata.version("chunkflow-compile") == chunkflow_compile.__version__
 {STREAMS}
 print(chunkflow_compile.passes.program.verify.__file__)
 """
@@ -43,32 +50,70 @@ OF_A_SOURCE_TREE = f"import FIRST\nimport torch\n{STREAMS}\nprint(chunkflow_comp
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """The Python of an environment that holds all that this one does, except the package."""
+    """The Python of an environment that holds all that this one does, except the package and diffusers."""
     environment = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     site = next((environment / "lib").glob("python*")) / "site-packages"
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if "chunkflow" not in path.name and not (site / path.name).exists():
+        if not re.search("chunkflow|diffusers", path.name) and not (site / path.name).exists():
             (site / path.name).symlink_to(path)
     return environment / "bin" / "python"
 
 
 def run(python: Path, code: str, folder: Path, **environment: str) -> Path:
     """Runs code in a folder; returns the path that it prints."""
-    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
-    done = subprocess.run([python, "-c", code], cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    done = outcome([python, "-c", code], folder, **environment)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
 
+def outcome(command: list[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a command does in a folder without ``PYTHONPATH``, by which the package would be found installed."""
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+
+
+def files_of(folder: Path) -> set[str]:
+    """Files of the package, below the folder that has it.  Links are followed."""
+    found = (
+        Path(top) / name for top, _, names in os.walk(folder / "chunkflow_compile", followlinks=True) for name in names
+    )
+    return {str(path.relative_to(folder)) for path in found if path.parent.name != "__pycache__"}
+
+
 def test_the_wheel_brings_the_backend_and_the_passes(bare: Path, tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    """As ``make dist`` builds it, from the sdist."""
+    dist = tmp_path / "dist"
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("chunkflow_compile-*.whl")
-    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # by which pip would find it installed
-    pip = [sys.executable, "-m", "pip", "--python", str(bare)]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], env=clean, check=True)
+    (wheel,), (sdist,) = dist.glob("chunkflow_compile-*.whl"), dist.glob("chunkflow_compile-*.tar.gz")
+    checked = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)]
+    subprocess.run(checked, check=True, capture_output=True)
+    with zipfile.ZipFile(wheel) as archive, tarfile.open(sdist) as source:
+        in_sdist = {member.name.partition("/")[2] for member in source if member.isfile()}
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files_of(ROOT)
+    assert files_of(ROOT) | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= in_sdist
+    assert not any(name.startswith("tests/") for name in in_sdist), "a part of them cannot run"
+
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        bare,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    installed = outcome([*pip, wheel], tmp_path)
+    assert installed.returncode == 0, installed.stderr
     assert run(bare, OF_THE_WHEEL, tmp_path).is_relative_to(bare.parent.parent)
+    command = bare.parent / "chunkflow"
+    assert "usage: chunkflow" in outcome([command, "--help"], tmp_path).stdout
+    doctor = outcome([command, "doctor"], tmp_path)
+    assert doctor.returncode == 0, doctor.stderr
+    assert "pip install 'diffusers>=0.38' transformers accelerate\n" in doctor.stdout, "by the metadata of the wheel"
     # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
     found = run(bare, "import chunkflow_compile.passes.plan as p; print(p.__file__)", ROOT)
     assert found.resolve() == ROOT / "passes" / "plan.py"
@@ -92,3 +137,13 @@ def test_the_entry_point_of_a_source_tree_is_that_of_the_wheel() -> None:
     here.read_string(ENTRY_POINTS)
     (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "backend:" in line)
     assert line == 'chunkflow = "' + here["torch_dynamo_backends"]["chunkflow"] + '"'
+
+
+def test_the_line_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed, it names the packages; a source tree names itself."""
+    assert install_line("metrics") == "pip install 'prometheus-client>=0.20' 'opentelemetry-api>=1.24'"
+    calls = "".join(path.read_text() for path in (ROOT / "chunkflow_compile").rglob("*.py"))
+    for extra in {*EXTRAS.values(), *re.findall(r"install_line\(['\"]([\w-]+)['\"]\)", calls)}:
+        assert "[" not in install_line(extra), "pyproject.toml has it"
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: None)
+    assert install_line("metrics") == f"pip install '{ROOT}[metrics]'"

@@ -39,7 +39,8 @@ class Job:
     None for as long as it takes.  ``hardware``: profile of the machine, None for the default of the device.
     ``folder``: a temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped
     programs.  ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file
-    to which each turn adds a line of JSON at once, so an interrupted job keeps its figures.
+    to which each turn adds a line of JSON at once, so an interrupted job keeps its figures.  ``lines``: whether progress is
+    also told where stderr is no terminal, in lines.
     """
 
     regime: Regime
@@ -59,6 +60,7 @@ class Job:
     dump: str | None = None
     seconds: float | None = None
     log: str | None = None
+    lines: bool = False
 
     @property
     def processes(self) -> int:

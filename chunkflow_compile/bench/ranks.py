@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import PRESETS
@@ -25,6 +28,27 @@ from .turns import Turns, count_steps
 
 # A rank may wait in a collective while another compiles, which takes less than a minute on a slow core.
 TIMEOUT = timedelta(minutes=5)
+# Seconds between two lines of progress: a log shows that the job goes on, and stays short.
+_LINE_EVERY_S = 5.0
+
+
+class Progress(tqdm):  # type: ignore[type-arg]
+    """The progress bar of a job.  Where stderr is no terminal, ``lines`` asks for a line on what begins, not too often.
+
+    ``show``: whether there is any, as on the first rank.  ``now``: clock, seconds.
+    """
+
+    def __init__(self, total: int, show: bool, lines: bool, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(total=total, disable=None if show else True, unit="step")
+        self._now, self._began, self._told_s = now, now(), float("-inf")
+        self._lines = lines and show and self.disable
+
+    def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
+        super().set_description(desc, refresh)
+        passed_s = self._now() - self._began
+        if self._lines and passed_s >= self._told_s + _LINE_EVERY_S:
+            self._told_s = passed_s
+            print(f"{passed_s:4.0f} s  {desc}", file=sys.stderr, flush=True)
 
 
 def run_job(job: Job) -> list[RankRun]:
@@ -36,11 +60,24 @@ def run_job(job: Job) -> list[RankRun]:
         if job.link is not None and job.link.shared:
             job = replace(job, link=replace(job.link, shared=f"{folder}/port"))
         try:
-            spawn(_run_rank, (job,), nprocs=job.processes)
+            _wait(spawn(_run_rank, (job,), nprocs=job.processes, join=False))
         except ProcessException as error:
             _, ours, said = str(error).rpartition(f"{ChunkflowError.__module__}.{ChunkflowError.__name__}: ")
             raise ChunkflowError(said.strip() if ours else f"A rank failed: {error}") from error
         return [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(job.processes)]
+
+
+def _wait(ranks: ProcessContext) -> None:
+    """Wait for all ranks.  An interrupt ends them first, so that none writes to a folder that is removed."""
+    try:
+        while not ranks.join():
+            pass
+    except BaseException:
+        for process in ranks.processes:
+            process.terminate()
+        for process in ranks.processes:
+            process.join()
+        raise
 
 
 def _run_rank(rank: int, job: Job) -> None:
@@ -57,7 +94,7 @@ def _run_rank(rank: int, job: Job) -> None:
         with (
             quiet_imports(),
             torch.no_grad(),
-            tqdm(total=count_steps(job), disable=None if rank == 0 else True, unit="step") as progress,
+            Progress(count_steps(job), show=rank == 0, lines=job.lines) as progress,
         ):
             torch.save(Turns(job, rank, progress).run(), Path(job.folder) / f"rank{rank}.pt")
         dist.barrier()

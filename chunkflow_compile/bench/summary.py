@@ -14,13 +14,19 @@ from chunkflow_compile.units import size
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad
 
+# Shares by which compute overruns its fixed duration, and by which resident steps differ, on a busy machine.  On two idle
+# cores compute keeps its duration, within a hundredth, and resident steps differ by four hundredths at most.
+_OVERRUN = 0.03
+_SPREAD = 0.10
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
     """The result of a measurement; figures by arm.
 
     ``settings``: the calls that make each arm.  ``predicted``: the simulated figures in the form of ``record``.
-    ``steps_s``: seconds of a step in each turn, of the rank that was slowest in it.  ``inflation``: how much longer
+    ``steps_s``: seconds of a step in each turn, of the rank that was slowest in it.  ``compute_s``: seconds of its compute,
+    the same way, none of an alternative.  ``inflation``: how much longer
     collectives took than with all weights resident, 0.05 for 5 %, without the time that one rank waited for another; None
     without a resident arm, or without collectives.
     ``host_s``: seconds of the host in a call, upper bounds for the arms in ``host_bounds``.  ``copy_rate``: bytes/s while
@@ -33,6 +39,7 @@ class BenchRecord:
     settings: Mapping[str, str]
     predicted: Mapping[str, ArmRecord]
     steps_s: Mapping[str, tuple[float, ...]]
+    compute_s: Mapping[str, tuple[float, ...]]
     inflation: Mapping[str, float | None]
     host_s: Mapping[str, float]
     host_bounds: tuple[str, ...]
@@ -71,6 +78,10 @@ class BenchRecord:
         """The step time of ``arm`` divided by that of ``base``, in each round."""
         return [a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True)]
 
+    def middle(self, arm: str, base: str) -> tuple[float, float]:
+        """The middle half of the ratios of all rounds: far apart, its ends say that the machine was busy."""
+        return _quartiles(self.ratios(arm, base))
+
     def host(self, arm: str) -> str:
         """The host's own work in a call of an arm."""
         return f"{'at most ' if arm in self.host_bounds else ''}{seconds(self.host_s[arm])}"
@@ -106,6 +117,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
         steps_s={
             name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in arms.items()
         },
+        compute_s={name: _compute_seconds(runs) for name, runs in programs.items()},
         inflation={name: _collective_seconds(runs) / base - 1 if base else None for name, runs in programs.items()},
         host_s={name: max(median(r.host_s) for r in arm) for name, arm in arms.items()},
         host_bounds=tuple(name for name, arm in arms.items() if not min(r.host_waits for r in arm)),
@@ -140,6 +152,21 @@ def conditions(job: Job, record: BenchRecord) -> str:
         f"medians of {record.steps} {f'turns of {job.turn} steps in a row' if job.turn > 1 else 'steps'}, slowest rank"
     )
     return "\n".join([text, *(str(line) for line in (record.link, record.load) if line is not None)])
+
+
+def why_busy(record: BenchRecord) -> str:
+    """What shows that other processes used the processors in a measurement, in a clause; "" if nothing does."""
+    signs = []
+    held_s = record.load.compute_s if record.load is not None and record.load.pace is not None else None
+    over = [s / held_s - 1 for steps in record.compute_s.values() for s in steps] if held_s else []
+    if late := [x for x in over if x > _OVERRUN]:
+        signs.append(
+            f"compute overran its fixed duration in {len(late)} of {len(over)} steps, by up to {100 * max(late):.0f} %"
+        )
+    steps_s = record.steps_s.get(RESIDENT, ())
+    if steps_s and max(steps_s) > (1 + _SPREAD) * min(steps_s):
+        signs.append(f"resident steps took from {min(steps_s) * 1e3:.0f} to {max(steps_s) * 1e3:.0f} ms")
+    return ", and ".join(signs)
 
 
 def bench_table(record: BenchRecord) -> str:
@@ -211,6 +238,12 @@ def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
         columns = zip(*(m.windows.collective_s for m in step), strict=True)
         steps_s.append(sum(min(column) for column in columns))
     return median(steps_s)
+
+
+def _compute_seconds(ranks: Sequence[ProgramRun]) -> tuple[float, ...]:
+    """Seconds of compute in each step, of the rank that computed longest."""
+    steps = zip(*(r.measurements for r in ranks), strict=True)
+    return tuple(max(sum(m.windows.compute_s) for m in step) for step in steps)
 
 
 def _quartiles(steps_s: Sequence[float]) -> tuple[float, float]:

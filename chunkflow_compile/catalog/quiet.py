@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator
 
 # torchao, which diffusers and transformers import wherever it is installed, says which of its kernels were not built for
@@ -14,8 +13,7 @@ _LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torc
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Drop the warnings of these loggers meanwhile, and torch's that there is no numpy, which only diffusers needs: no
-    command's result depends on them.  Errors are kept."""
+    """Drop the warnings of these loggers meanwhile: no command's result depends on them.  Errors are kept."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
@@ -24,9 +22,7 @@ def quiet_imports() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(keep)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-            yield
+        yield
     finally:
         for logger in loggers:
             logger.removeFilter(keep)

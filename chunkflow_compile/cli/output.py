@@ -28,9 +28,9 @@ def check_json(arguments: argparse.Namespace) -> None:
 
 
 def say(arguments: argparse.Namespace, text: str) -> None:
-    """Print ``text``, unless stdout is for JSON."""
+    """Print ``text`` at once, unless stdout is for JSON."""
     if arguments.json != STDOUT:
-        print(text)
+        print(text, flush=True)
 
 
 def write_json(arguments: argparse.Namespace, body: object) -> None:

@@ -41,7 +41,7 @@ def _demo(parser: ArgumentParser) -> None:
     add("--steps", type=int, default=_DEMO_STEPS, help=f"measured steps per arm (default {_DEMO_STEPS})")
     add_lowering(parser)
     add_json(parser, "the record")
-    add("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
+    add("--dump", metavar="DIR", help="folder for the programs and a picture, which are not kept otherwise")
 
 
 def _bench(parser: ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.slots import Sizes, Slotted, like, plain, slotted
+from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of
 
@@ -88,7 +89,7 @@ def _check(model: nn.Module, rank: int, slots: int) -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise ChunkflowError("enable_adapters needs PEFT: pip install peft.") from error
+        raise ChunkflowError(f"enable_adapters needs PEFT: {install_line('adapters')}.") from error
 
 
 def _enable(model: nn.Module, sizes: Sizes, targets: str | Sequence[str] | None) -> None:

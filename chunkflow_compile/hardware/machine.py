@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import runpy
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
-# Of them, how those are installed that commands need, from a source tree and from a wheel.
-_DIFFUSERS = "pip install diffusers transformers accelerate numpy"
-INSTALL = {"diffusers": _DIFFUSERS, "transformers": _DIFFUSERS, "matplotlib": "pip install matplotlib"}
+# Of them, those that commands need -> the extra of this package that has them.
+EXTRAS = {"diffusers": "diffusers", "transformers": "diffusers", "matplotlib": "pictures"}
 _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 
 
@@ -81,9 +81,24 @@ class Machine:
 
 
 def check_installed(what: str, name: str) -> None:
-    """Raise ChunkflowError if a library that ``what`` needs is not installed.  ``name``: a key of ``INSTALL``."""
+    """Raise ChunkflowError if a library that ``what`` needs is not installed.  ``name``: a key of ``EXTRAS``."""
     if importlib.util.find_spec(name) is None:
-        raise ChunkflowError(f"{what} needs {name}, which is not installed: {INSTALL[name]}.")
+        raise ChunkflowError(f"{what} needs {name}, which is not installed: {install_line(EXTRAS[name])}.")
+
+
+def install_line(extra: str) -> str:
+    """The command that installs what an extra of this package lists.
+
+    It names the packages themselves, because no registry has this one.  A source tree that is not installed says nothing of
+    them: there it is the extra of the tree.
+    """
+    try:
+        listed = importlib.metadata.requires("chunkflow-compile") or []
+    except importlib.metadata.PackageNotFoundError:
+        listed = []
+    pairs = [line.partition(";") for line in listed]
+    wanted = [name.strip() for name, _, marker in pairs if f'extra == "{extra}"' in marker.replace("'", '"')]
+    return shlex.join(["pip", "install", *(wanted or [f"{Path(__file__).parent.parent.parent}[{extra}]"])])
 
 
 def device_name(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ SETTINGS = {
 def why_not_tensorrt(device: torch.device | None = None) -> str | None:
     """Why no engine can be built here, None if one can.  ``device``: to run on, None for this machine's GPU."""
     if find_spec("torch_tensorrt") is None:
-        return "torch-tensorrt is not installed: pip install torch-tensorrt, in the release of your torch"
+        return f"torch-tensorrt is not installed: {install_line('tensorrt')}, in the release of your torch"
     import torch  # chunkflow doctor asks, and answers at once
 
     if (device is not None and device.type != "cuda") or not torch.cuda.is_available():

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import components_of
@@ -176,7 +177,7 @@ def library() -> Any:
     try:
         import prometheus_client.core
     except ImportError as error:
-        raise ChunkflowError("Metrics need prometheus-client: pip install prometheus-client.") from error
+        raise ChunkflowError(f"Metrics need prometheus-client: {install_line('metrics')}.") from error
     return prometheus_client
 
 

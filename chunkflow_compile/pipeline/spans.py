@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.metrics import models_of
 from chunkflow_compile.placed.offload import cycles, programs
@@ -29,7 +30,7 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     try:
         from opentelemetry import trace
     except ImportError as error:
-        raise ChunkflowError("Spans need opentelemetry-api: pip install opentelemetry-api.") from error
+        raise ChunkflowError(f"Spans need opentelemetry-api: {install_line('metrics')}.") from error
     chosen = trace.get_tracer("chunkflow_compile") if tracer is None else tracer
     if not hasattr(chosen, "start_span"):
         raise ChunkflowError(f"tracer={tracer!r} is no tracer: pass that of opentelemetry.trace.get_tracer(name).")

@@ -9,7 +9,7 @@ from typing import Literal
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.caches import FIX
-from chunkflow_compile.hardware.machine import INSTALL, Gpu, Machine
+from chunkflow_compile.hardware.machine import EXTRAS, Gpu, Machine, install_line
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
@@ -199,7 +199,7 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
 def _libraries(machine: Machine) -> Iterator[Finding]:
     users = {"diffusers": "the presets, the demo and diffusers pipelines need it", "matplotlib": "pictures need it"}
     for name, version in machine.libraries.items():
-        fix = f"{users[name]}: {INSTALL[name]}" if name in users and not version else ""
+        fix = f"{users[name]}: {install_line(EXTRAS[name])}" if name in users and not version else ""
         yield _noted(name, version or "not installed", fix)
 
 

@@ -77,12 +77,7 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
     """Draw a bar for each arm, a diamond at its predicted step, and a dotted line at the step of the resident arm."""
     names = list(record.arms)
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
-    begins = [0.0] * len(names)
-    parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)
-    for (part, colour), values in zip(_PART_COLOURS.items(), parts, strict=True):
-        lengths = [1e3 * seconds for seconds in values]
-        axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
-        begins = [a + b for a, b in zip(begins, lengths, strict=True)]
+    begins = _draw_steps(axes, record)
     steps = {name: 1e3 * (p.step_s or 0.0) for name, p in predicted.items()}
     axes.plot(list(steps.values()), list(steps), "D", color="black", markersize=4, label="predicted step")
     for name, end in zip(names, begins, strict=True):
@@ -99,6 +94,35 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
     axes.set_title(record.model, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)
+
+
+def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
+    """Draw the step time of each arm beside its weights on the device, a row for each record.  ``records``: by title."""
+    figure, grid = new_axes(9.0, 0.6 + 1.7 * len(records), columns=2, heights=[1.0] * len(records))
+    for (title, record), (steps, memory) in zip(records.items(), grid.reshape(-1, 2), strict=True):
+        _draw_steps(steps, record)
+        steps.set(xlabel="a step, ms (medians, slowest rank)")
+        on_device = [(arm.weights_device_bytes or 0) / 2**20 for arm in record.arms.values()]
+        memory.barh(list(record.arms), on_device, color="#8c8c8c", height=0.62)
+        memory.set(xlabel="weights on the device, MiB")
+        for axes in (steps, memory):
+            axes.invert_yaxis()
+            axes.set_title(title, fontsize=10)
+    handles, labels = grid.reshape(-1, 2)[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels), frameon=False)
+    save_figure(figure, path)
+
+
+def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
+    """Draw a bar of the parts of a step for each arm.  Return where the bars end, ms."""
+    names = list(record.arms)
+    ends = [0.0] * len(names)
+    parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)
+    for (part, colour), values in zip(_PART_COLOURS.items(), parts, strict=True):
+        lengths = [1e3 * seconds for seconds in values]
+        axes.barh(names, lengths, left=ends, color=colour, label=part, height=0.62)
+        ends = [a + b for a, b in zip(ends, lengths, strict=True)]
+    return ends
 
 
 def _parts_of_step(arm: ArmRecord) -> tuple[float, float, float]:

@@ -50,17 +50,12 @@ SWAPS = 8
 ABOUT = f"""\
 # Another LoRA adapter
 
-{SIZE.layers} Wan blocks of width {WIDTH}, adapters on every linear layer of the blocks, Inductor, one thread. No GPU.
+{SIZE.layers} Wan blocks of width {WIDTH}, adapters on every linear layer, no GPU; `make adapters`.
 
-**Beside diffusers' hotswap.** {len(RANKS)} adapters of ranks {RANKS}, one after the other, arms in turns.
-`slots`: `enable_adapters(rank={RANK})`, compiled by kind, each adapter by `load_lora_adapter` and `set_adapters`.
-`hotswap`: `enable_lora_hotswap(target_rank={RANK})`, `compile_repeated_blocks`, each adapter by
-`load_lora_adapter(hotswap=True)`. `first`: seconds of the first call after a swap; `step`: of the calls after it.
-
-**On an emulated link**, in a budget of {BUDGET:g} of the weights, slots of rank {LINK_RANK}: all weights would keep the link
-busy for {LOAD} of a resident step. `first`: the first call after a swap against a warm call and the time of the link for all
-bytes of the slots, medians of {SWAPS} swaps. `step`: warm calls with an adapter against those of a model without slots, in
-turns, and the median of their ratios.
+1. *slots*: `enable_adapters(rank={RANK})`, by kind, beside *hotswap*: diffusers' `enable_lora_hotswap(target_rank={RANK})`
+   and `compile_repeated_blocks`. *First*: the first call after each of {len(RANKS)} swaps; *step*: those after it.
+2. On an emulated link, {BUDGET:g} of the weights on the device, slots of rank {LINK_RANK}. *First*: against a warm call and
+   the link's time for all slots; *step*: against a model without slots.
 """
 
 
@@ -154,7 +149,7 @@ def _beside_hotswap() -> str:
         )
         for name, arm in arms.items()
     ]
-    return str(tabulate(rows, ("arm", "compiled at first", "after swaps", "first", "step", "worst first of a step")))
+    return str(tabulate(rows, ("arm", "graphs", "after swaps", "first", "step", "worst first / step")))
 
 
 def _on_a_link() -> str:
@@ -195,7 +190,7 @@ def _on_a_link() -> str:
             seconds(warm),
             seconds(plain_s),
             f"{ratio:.3f}",
-            f"{size(with_slots.moved)} moved, {size(without.moved)} without",
+            f"{size(with_slots.moved)}, {size(without.moved)} without",
         ),
     ]
     return str(tabulate(rows, ("", "measured", "against", "ratio", "bytes"), disable_numparse=True))

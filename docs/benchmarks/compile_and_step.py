@@ -14,9 +14,7 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
-import re
 import statistics
 import tempfile
 import threading
@@ -31,18 +29,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from runs import in_a_process, timed
+from runs import in_a_process, put_section, timed
 from tabulate import tabulate
 from torch import nn
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 import chunkflow_compile
-from chunkflow_compile import cycles, programs
+from chunkflow_compile import cycles
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
 from chunkflow_compile.passes import pipeline
-from chunkflow_compile.runtime.order import Solo
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
@@ -122,8 +119,6 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
     options = {"min_bytes": RESIDENT["min_bytes"], "memory": budget}
     found: dict[str, list[Any]] = {}
     outputs = dict[str, Any]()
-    kinds: dict[str, dict[int, object]] = {}  # kind -> the lowered regions of its graphs, by identity
-    graphs: dict[str, list[int]] = {}  # kind -> how many they are, after the resolutions and after the batches
     run: Any = chunkflow_compile.compile(model, **options)
     with torch.no_grad():
         for sizes, turn in itertools.product((RESOLUTIONS, BATCHES), range(2)):
@@ -138,24 +133,13 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
                 else:
                     found[label] = [label, seconds, sum(took), counters["stats"]["unique_graphs"]]
                     outputs[label] = inputs, output
-                for program in programs(model):
-                    kinds.setdefault(kind_of(program), {})[id(program.code.regions)] = program.code.regions
-            if turn:
-                for kind, of in kinds.items():
-                    graphs.setdefault(kind, []).append(len(of))
         moved = sum(route.cycle.plan.moved_bytes for route in cycles(model)[:1])
         assert moved > 0, "nothing streams"
         for label, (inputs, output) in tqdm(outputs.items(), desc="compiled for one size"):
             torch._dynamo.reset()
             expected = chunkflow_compile.compile(small_model("wan", size), dynamic=False, **options)(**inputs)[0]
             found[label].append(torch.allclose(output, expected, atol=1e-4, rtol=1e-3))
-    return {"rows": list(found.values()), "kinds": graphs, "budget": budget, "moved": moved}
-
-
-def kind_of(program: Solo) -> str:
-    """The kind of a program: the module that its first weight is in, without the number of its block."""
-    name = next((buffer.name for buffer in program.buffers.values()), "without large weights")
-    return re.sub(r"\.\d+\..*", "", name)
+    return {"rows": list(found.values()), "budget": budget, "moved": moved}
 
 
 @contextmanager
@@ -176,34 +160,36 @@ def planning() -> Iterator[list[float]]:
 
 
 def size_table(rows: list[list[Any]]) -> str:
-    cells = [
-        (at, f"{a:.2f} s", f"{p:.3f} s", f"{b:.3f} s", n, "yes" if right else "NO") for at, a, p, b, n, right in rows
-    ]
-    headers = (
-        "batch and latent",
-        "first call",
-        "of it planning",
-        "second call",
-        "graphs compiled so far",
-        "as compiled for this size alone",
-    )
-    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
+    """A row for each size that compiles, and one for those after it that do not."""
+    cells = []
+    for _, same in itertools.groupby(rows, key=lambda row: row[4]):
+        first, *others = same
+        cells += [_cells(group) for group in ([first], others) if group]
+    headers = ("batch and latent", "first call", "of it planning", "second call", "graphs")
+    return tabulate(cells, headers=headers, disable_numparse=True)
 
 
-def step_table(seconds: dict[str, list[float]]) -> str:
-    base = statistics.median(seconds["chunkflow, whole"])
-    rows = [
-        (
-            arm,
-            f"{statistics.median(values):.3f} s",
-            f"{min(values):.3f} .. {max(values):.3f} s",
-            len(values),
-            f"{statistics.median(values) / base:.3f}",
-        )
-        for arm, values in seconds.items()
-    ]
-    headers = ("arm", "median", "min .. max", "runs", "ratio to chunkflow, whole")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+def _cells(rows: list[list[Any]]) -> tuple[Any, ...]:
+    label = rows[0][0] if len(rows) == 1 else f"{len(rows)} more"
+    return label, *(_range([row[i] for row in rows], digits) for i, digits in ((1, 2), (2, 3), (3, 3))), rows[0][4]
+
+
+def _range(values: list[float], digits: int) -> str:
+    least, most = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return f"{least} s" if len(values) == 1 else f"{least} to {most} s"
+
+
+def step_table(found: dict[str, dict[str, list[float]]]) -> str:
+    """``found``: seconds by arm, of each model."""
+    rows = []
+    for arm in ARMS:
+        row = [arm]
+        for seconds in found.values():
+            middle = statistics.median(seconds[arm])
+            row += [f"{middle:.3f} s", f"{middle / statistics.median(seconds['chunkflow, whole']):.3f}"]
+        rows.append(row)
+    headers = ("arm", *(cell for label in found for cell in (label, "ratio")))
+    return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def main() -> None:
@@ -218,53 +204,45 @@ def main() -> None:
         print(json.dumps(measure_sizes(arguments.blocks)))
         return
     made = {
-        "sizes": partial(sizes_section, arguments.blocks),
-        "steps": partial(steps_section, arguments.steps),
+        "sizes": ("Ten resolutions, then other batches, by kind", partial(sizes_section, arguments.blocks)),
+        "steps": ("A step, all weights resident", partial(steps_section, arguments.steps)),
     }
-    text = "# Other sizes, and resident step time, against plain torch.compile\n\n"
-    text += f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. "
-    text += (
-        "Wan-style models from diffusers,\nrandom weights, float32. The first section is a process of its own, each "
-    )
-    text += "other one is one process with all arms.\nWritten by `make bench`.\n\n"
-    text += "\n\n".join(section() for name, section in made.items() if arguments.only in (None, name)) + "\n"
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text)
+    title = "Other sizes, and resident step time, against plain torch.compile"
+    about = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, no GPU; `make bench`. "
+    about += "Random weights, float32."
+    for name, (heading, section) in made.items():
+        if arguments.only in (None, name):
+            print(text := f"{about}\n{section()}")
+            if arguments.out:
+                put_section(arguments.out, title, heading, text)
 
 
 def sizes_section(blocks: int) -> str:
     with tempfile.TemporaryDirectory() as cache:
         found = in_a_process(__file__, ("--sizes-only", "--blocks", str(blocks)), cache)
-    kinds = "\n".join(
-        f"* {kind}: {ten}, and {more} with the other batches" for kind, (ten, more) in found["kinds"].items()
-    )
+    wrong = [label for label, *_, right in found["rows"] if not right]
+    assert not wrong, f"other outputs than those of a model compiled for one size: {wrong}"
     return (
-        f"## Ten resolutions in turns, {blocks} narrow blocks, by kind, within half of the bytes of the weights\n\n"
-        f"Empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; a warm step fetches "
-        f"{found['moved'] / 1e6:.1f} MB. Planning is that of the thread that\ncalls; the cycle is planned beside it. "
-        "Graphs compiled of each kind, named by its first large weight:\n\n"
-        f"{kinds}\n\n"
-        "The first size is compiled for itself, and the second for all sizes where it changes what the kind is given: torch "
-        "makes a size\nsymbolic once it has changed. So another batch is one graph more, once, and a batch of one is "
-        "another: torch compiles a size of\none for itself. All other sizes are plans only.\n\n"
-        f"{size_table(found['rows'])}"
+        f"{blocks} narrow blocks of Wan, empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; "
+        f"a warm step fetches {found['moved'] / 1e6:.1f} MB. "
+        "The outputs of each\nsize are those of a model compiled for it alone.\n\n"
+        f"```\n{size_table(found['rows'])}\n```\n\n"
+        "*Graphs*: compiled so far. The second size is compiled for all sizes, another batch once more, and a batch of one "
+        "too. All\nother sizes are plans only."
     )
 
 
 def steps_section(steps: int) -> str:
     sizes = {
-        "256 wide, 256 tokens, 12 blocks": Size(layers=12, heads=4, head_dim=64, frames=4, height=16, width=16),
-        "512 wide, 1,024 tokens, 12 blocks": Size(layers=12, heads=8, head_dim=64, frames=4, height=32, width=32),
+        "256 wide, 256 tokens": Size(layers=12, heads=4, head_dim=64, frames=4, height=16, width=16),
+        "512 wide, 1,024 tokens": Size(layers=12, heads=8, head_dim=64, frames=4, height=32, width=32),
     }
-    found = "\n\n".join(
-        f"## A step, {label}, all weights resident\n\n{step_table(measure_steps(size, steps))}"
-        for label, size in sizes.items()
-    )
+    found = {label: measure_steps(size, steps) for label, size in sizes.items()}
+    spread = max(max(s) / statistics.median(s) for seconds in found.values() for s in seconds.values())
     return (
-        f"{found}\n\n"
-        "The last arm compiles the modules that ChunkFlow compiles by kind, without ChunkFlow: what Dynamo's guards and "
-        "wrappers cost\nin each call. Little of that is work. Between two calls, the data of the blocks take the caches."
+        f"12 blocks of Wan, medians of {steps} runs in turns, in one process; ratios to `chunkflow, whole`. "
+        f"The slowest run of an arm took {spread:.2f} times\nits median.\n\n```\n{step_table(found)}\n```\n\n"
+        "The last arm has what Dynamo's guards and wrappers cost in each call."
     )
 
 

@@ -1,4 +1,4 @@
-"""Blocks compiled one by one against the whole model, on an emulated link: five minutes on two cores.
+"""Blocks compiled one by one against the whole model, on an emulated link: ten minutes on two cores.
 
 python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md
 """
@@ -6,12 +6,12 @@ python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -47,12 +47,16 @@ MOST_LEARNING = 60
 ABOUT = """\
 # Blocks compiled one by one
 
-Two copies of one Wan model on an emulated link, each with the same byte budget: `whole` is compiled as one graph, `blocks` by
-`compile_repeated_blocks`. Until its order has repeated, every block fetches its own weights (`apart`); then the blocks run
-as a cycle. Rounds hold a step of each arm, in random order; steps are medians, ratios medians of the ratios within a round.
-The bandwidth follows from the compute that is measured at the start: all weights would keep the link busy for 0.7 of the
-resident step. Real regions, real copies, an emulated link, no GPU.
+{today}, torch {torch}, {cpus}, no GPU; `make cycle`. {layers} blocks of Wan, real copies on an emulated link
+that all weights would keep busy for 0.7 of the resident step. *Whole*: compiled as one graph. *Cycle*: by
+`compile_repeated_blocks`, in the same budget, given as a share of the weights. *Apart*: the same until the order of its
+blocks has repeated, when each fetches its own weights. Medians, in random order; ratios to *whole*.
+
+```
+{table}
+```
 """
+HEADERS = ("ranks", "budget", "whole", "cycle", "apart", "whole moved", "cycle moved", "cycle's weights on the device")
 
 
 def main() -> None:
@@ -61,16 +65,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--frames", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--memory", type=float, default=0.3, help="budget, of all bytes of the blocks' weights")
+    budgets = "budgets, of all bytes of the blocks' weights"
+    parser.add_argument("--memory", type=float, nargs="+", default=[0.3, 0.25], help=budgets)
     arguments = parser.parse_args()
-    sections = [ABOUT.rstrip()]
-    for ranks in (1, 2):
+    rows = []
+    for memory, ranks in itertools.product(arguments.memory, (1, 2)):
         with tempfile.TemporaryDirectory() as folder:
-            began = time.monotonic()
-            mp.spawn(_rank, (ranks, folder, vars(arguments)), nprocs=ranks)
+            mp.spawn(_rank, (ranks, folder, {**vars(arguments), "memory": memory}), nprocs=ranks)
             found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-            sections.append(_section(found, ranks, arguments, time.monotonic() - began))
-            arguments.out.write_text("\n\n".join(sections) + "\n")
+        rows.append(_row(found, ranks, memory))
+        text = ABOUT.format(
+            today=date.today(),
+            torch=torch.__version__,
+            cpus=device_name(torch.device("cpu")),
+            layers=arguments.layers,
+            table=tabulate(rows, headers=HEADERS, disable_numparse=True),
+        )
+        arguments.out.write_text(text)
 
 
 def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
@@ -131,9 +142,6 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
         "times": times,
         "apart": apart,
         "primed": primed,
-        "weights": weights,
-        "compute": compute,
-        "bandwidth": link.bandwidth,
         "plans": {name: _figures(plan) for name, plan in plans.items()},
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
@@ -159,30 +167,22 @@ def _figures(plan: Plan) -> dict[str, Any]:
     return {"device": plan.device_bytes, "moved": plan.moved_bytes, "step": plan.predicted.step_s}
 
 
-def _section(found: list[dict[str, Any]], ranks: int, told: argparse.Namespace, took: float) -> str:
-    first = found[0]
-    rows = []
-    for name, label in (("whole", "whole"), ("blocks", "blocks, as a cycle")):
-        plan = first["plans"][name]
-        step = median(t for rank in found for t in rank["times"][name])
-        ratio = median(
-            a / b for rank in found for a, b in zip(rank["times"][name], rank["times"]["whole"], strict=True)
-        )
-        rows.append((label, seconds(step), f"{ratio:.3f}", size(plan["moved"]), size(plan["device"])))
+def _row(found: list[dict[str, Any]], ranks: int, memory: float) -> tuple[Any, ...]:
+    assert not any(rank["primed"] for rank in found), "the blocks did not run as a cycle"
+    pairs = (a / b for rank in found for a, b in zip(rank["times"]["blocks"], rank["times"]["whole"], strict=True))
     apart = median(t for rank in found for t in rank["apart"])
     whole = median(t for rank in found for t in rank["times"]["whole"])
-    rows.append(("blocks, apart", seconds(apart), f"{apart / whole:.3f}", "", ""))
-    table = tabulate(
-        rows, headers=("arm", "step", "of whole", "moved a step", "weights on the device"), disable_numparse=True
+    plans = found[0]["plans"]
+    return (
+        ranks,
+        f"{memory:g}",
+        seconds(whole),
+        f"{median(pairs):.3f}",
+        f"{apart / whole:.3f}",
+        size(plans["whole"]["moved"]),
+        size(plans["blocks"]["moved"]),
+        size(plans["blocks"]["device"]),
     )
-    head = (
-        f"## {told.layers} Wan blocks on {ranks} rank{'s' * (ranks > 1)}\n\n{date.today()}, "
-        f"{device_name(torch.device('cpu'))}, torch {torch.__version__}, {took:.0f} s. "
-        f"{size(first['weights'])} of weights, budget "
-        f"{told.memory:g} of them; {seconds(first['compute'])} of compute, link {first['bandwidth'] / 1e6:.0f} MB/s. "
-        f"Bytes primed in the measured steps of the cycle: {sum(rank['primed'] for rank in found)}."
-    )
-    return f"{head}\n\n```\n{table}\n```"
 
 
 if __name__ == "__main__":

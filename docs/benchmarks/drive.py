@@ -21,7 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
-from runs import timed
+from runs import put_section, timed
 from tabulate import tabulate
 from torch import nn
 
@@ -41,29 +41,19 @@ LOADS = (0.5, 0.9, 1.3, 2.0)
 LINK_LOAD = 0.5
 # Steps of an arm in a round, and those of them that are timed: the others use up what was read while another arm ran.
 BURST, TIMED = 6, 2
-ARMS = {"chunkflow": {}, "whole next block (layerwise)": {"policy": "layerwise"}}
+ARMS = {"chunkflow": {}, "layerwise": {"policy": "layerwise"}}
+PAGE = "Weights on the drive"
 ABOUT = """\
-# Weights on the drive
+{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`. A Wan
+model of {weights}, half of it in its checkpoint, on an emulated link and an emulated drive that would read that half in
+`load` times the resident step ({compute}). `chunkflow` has {memory:g} of the weights on the device; `layerwise` fetches the
+whole next block. Medians of {timed} steps, of the resident one; predictions, of the step, are from measured times.
 
-{today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {weights}, of which half is in host memory
-(`host_memory`) and half in the checkpoint, on an emulated link and an emulated drive that would read its half in `load` times
-the resident step ({compute}). `chunkflow` has a budget of {memory:g} of the weights on the device. `layerwise` fetches the
-whole next block, which is read ahead as well. The arms take turns in random order, {burst} steps each; the last two are
-timed, because the first have what was read in the pause. Steps are medians of {timed}. `chunkflow` is planned from the times
-of a run. What was read is the mean of {steps} steps. Written by
-`python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`.
-
+```
+{table}
+```
 """
-HEADERS = (
-    "load",
-    "arm",
-    "step",
-    "of resident",
-    "predicted",
-    "planned reads",
-    "reads",
-    "on the drive, kept on the device",
-)
+HEADERS = ("load", "arm", "step", "predicted", "read a step")
 
 
 def main() -> None:
@@ -120,13 +110,11 @@ def main() -> None:
         compute=seconds(compute),
         memory=arguments.memory,
         timed=TIMED * arguments.rounds,
-        burst=BURST,
-        steps=BURST * arguments.rounds,
+        table=tabulate(rows, headers=HEADERS, disable_numparse=True),
     )
-    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)
     if arguments.out:
-        arguments.out.write_text(text)
+        put_section(arguments.out, PAGE, "Run on an emulated drive", text)
 
 
 def read_so_far(model: nn.Module) -> int:
@@ -139,14 +127,9 @@ def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[s
     """The cells of a row.  ``step``, ``compute``: seconds of a step and of the resident one.  ``read``: bytes a step."""
     plan = programs(model)[-1].plan
     assert plan.predicted is not None
-    drive = {
-        buffer.name: buffer.nbytes for p in model.parameters() if (buffer := buffer_of(p)) and buffer.drive is not None
-    }
-    planned = sum(plan.streamed_bytes(w) for w in plan.streamed if w.name in drive)
     # of layerwise, the prediction is from the profile's rates, not from a run
-    ahead = f"{plan.predicted.step_s / step:.3f} of it" if plan.policy == "chunkflow" else ""
-    kept = size(sum(drive.values()) - planned)
-    return seconds(step), f"{step / compute:.2f}", ahead, size(planned), size(read), kept
+    ahead = f"{plan.predicted.step_s / step:.3f}" if plan.policy == "chunkflow" else ""
+    return f"{step / compute:.2f}", ahead, size(read)
 
 
 if __name__ == "__main__":

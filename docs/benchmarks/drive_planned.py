@@ -1,6 +1,6 @@
 """Weights on the drive, planned: one expert of Wan2.2 A14B on 1, 2 and 8 GPUs with three drives; three minutes.
 
-    python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive_planned.md
+    python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md
 
 Nothing is run.  The ranks of a node share the memory and the drive: what one of them reads, the others read as well, at the
 same time, so the drive reads each byte once a step.
@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+from runs import put_section
 from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
@@ -22,7 +23,6 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import seconds
-from chunkflow_compile.units import size
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
 MODEL, MACHINE = "wan2.2-t2v-a14b", "h100-pcie-x2"
@@ -36,16 +36,12 @@ BUDGET = 12 << 30
 CHUNK = 16 << 20
 
 ABOUT = f"""\
-# Weights on the drive, planned
-
-One expert of `{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}` links.
-{SHARE:g} of its weights are in host memory, the rest on the drive, at most {BUDGET >> 30} GiB on the device.
-
-`resident`: seconds of a call with all weights on the device. The next columns are in units of it: `in memory`
-with all weights in host memory. `whole next block`: layerwise, read ahead as well. Planned, not run.
-Written by `python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive_planned.md`.
+`python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md`. Planned, not run: an expert of
+`{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}`, {SHARE:g} of its weights on the drive, at
+most {BUDGET >> 30} GiB on the device. Calls as multiples of the resident one; *in memory*: with all weights in host memory.
 """
-HEADERS = ("GPUs", "drive", "resident", "in memory", "chunkflow", "whole next block", "read a step", "of a step, read")
+RATES = ", ".join(f"{rate / 1e9:g}" for rate in DRIVES)
+HEADERS = ("GPUs", "resident", "in memory", f"chunkflow, {RATES} GB/s", "layerwise")
 
 
 def step(plan: Plan) -> float:
@@ -65,30 +61,21 @@ def main() -> None:
         memory = place(problem, machine, chunk_bytes=CHUNK, memory=BUDGET)
         assert memory.predicted is not None
         resident = memory.predicted.resident_step_s
+        planned, layerwise = list[str](), list[str]()
         for rate in DRIVES:
             slower = replace(machine, drive_bandwidth=rate)
-            plan = place(halved, slower, chunk_bytes=CHUNK, memory=BUDGET)
+            planned.append(f"{step(place(halved, slower, chunk_bytes=CHUNK, memory=BUDGET)) / resident:.2f}")
             try:
-                layerwise = f"{step(place(halved, slower, policy='layerwise', chunk_bytes=CHUNK)) / resident:.2f}"
+                each = place(halved, slower, policy="layerwise", chunk_bytes=CHUNK)
+                layerwise.append(f"{step(each) / resident:.2f}")
             except ChunkflowError as error:
-                layerwise = str(error).partition(":")[0]
-            read = [s for s in plan.predicted.spans if s.lane == "read"] if plan.predicted is not None else []
-            nbytes = sum(s.end - s.start for s in read) * rate
-            rows.append(
-                (
-                    degree,
-                    f"{rate / 1e9:g} GB/s",
-                    seconds(resident),
-                    f"{step(memory) / resident:.2f}",
-                    f"{step(plan) / resident:.2f}",
-                    layerwise,
-                    size(int(nbytes)),
-                    f"{sum(s.end - s.start for s in read) / step(plan):.2f}",
-                )
-            )
-            print(rows[-1], flush=True)
-    table = tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True)
-    arguments.out.write_text(f"{ABOUT}\n{date.today()}.\n\n{table}\n")
+                layerwise.append(str(error).partition(":")[0])
+        in_memory = f"{step(memory) / resident:.2f}"
+        rows.append((degree, seconds(resident), in_memory, ", ".join(planned), ", ".join(layerwise)))
+        print(rows[-1], flush=True)
+    table = tabulate(rows, headers=HEADERS, disable_numparse=True)
+    text = f"{date.today()}, {ABOUT}\n```\n{table}\n```\n"
+    put_section(arguments.out, "Weights on the drive", "Planned for real drives", text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -27,7 +26,7 @@ from typing import Any
 
 import diffusers
 import torch
-from runs import in_a_process
+from runs import in_a_process, put_section
 from tabulate import tabulate
 from torch import nn
 
@@ -51,6 +50,10 @@ MODELS: Mapping[str, tuple[str, Size]] = {
     "wan-60": ("wan", Size(layers=60)),
     "flux-19+38": ("flux", Size(layers=19, singles=38)),
 }
+# Seconds of a phase that the page names.
+LEAST_S = 0.25
+# Model -> arm -> what the process finds -> a result for each run.
+Found = dict[str, dict[str, dict[str, list[dict[str, Any]]]]]
 # What torch's timer calls the work of its own compiler after Dynamo; in ours, it is inside lowering.
 OF_TORCH = ("create_aot_dispatcher_function", "AOTAutogradCache.inductor_load")
 
@@ -118,12 +121,12 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(names: list[str], repeats: int, once_each: bool) -> dict[str, dict[str, dict[str, list[dict[str, Any]]]]]:
+def measure(names: list[str], repeats: int, once_each: bool) -> Found:
     """Model -> arm -> what the process finds -> a result for each run."""
     order = [(n, a) for n in names for a in (REPEATED, BY_KIND) for _ in range(repeats)]
     order += [(n, a) for n in names for a in ONCE if once_each]
     random.Random(0).shuffle(order)
-    found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {}
+    found: Found = {}
     for number, (name, arm) in enumerate(order, 1):
         with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other:
             seen = LOADED in found.get(name, {}).get(arm, {})
@@ -153,67 +156,50 @@ def medians(results: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]
     return statistics.median(of(result) for result in results)
 
 
-def totals_table(found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]]) -> str:
+def totals_table(arms_of: Found, arms: tuple[str, ...]) -> str:
+    """Seconds to the first output; in brackets the ratio to the first of two arms, in the last column the cold process's."""
     rows = []
-    for name, arms in found.items():
-        for arm in (a for a in ARMS if a in arms):
-            base = arms.get(PLAIN if arm == WHOLE else REPEATED)
-            row = [name, arm]
-            for state in (s for s in (COLD, SECOND, LOADED) if s in arms[arm]):
-                seconds = medians(arms[arm][state], lambda r: r["total"])
-                row.append(f"{seconds:.1f} s")
-                if arm in (WHOLE, BY_KIND) and base is not None:
-                    row[-1] += f" ({seconds / medians(base[state], lambda r: r['total']):.2f})"
-            cold = arms[arm][COLD]
-            row += [""] * (LOADED not in arms[arm])
-            row += [f"{medians(cold, lambda r: r['peak']) / 2**20:.0f} MiB", cold[0]["compilations"], len(cold)]
-            rows.append(row)
-    headers = ("model", "arm", COLD, SECOND, LOADED, "host memory", "graphs", "runs")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    states = [s for s in (COLD, SECOND, LOADED) if any(s in of[a] for of in arms_of.values() for a in arms if a in of)]
+    for name, found in arms_of.items():
+        for arm in (a for a in arms if a in found):
+            base, row = found.get(arms[0]), [name, arm]
+            for state in states:
+                seconds = medians(found[arm][state], lambda r: r["total"])
+                ratio = base is not None and arm != arms[0]
+                row.append(
+                    f"{seconds:.1f} s" + (f" ({seconds / medians(base[state], lambda r: r['total']):.2f})" * ratio)
+                )
+            rows.append([*row, f"{medians(found[arm][COLD], lambda r: r['peak']) / 2**20:.0f} MiB"])
+    return tabulate(rows, headers=("model", "arm", *states, "host memory"), disable_numparse=True)
 
 
-def phases_table(arms: dict[str, dict[str, list[dict[str, Any]]]], names: tuple[str, ...]) -> str:
-    columns = [(arm, state) for arm in names if arm in arms for state in (COLD, SECOND)]
-    cells = {(arm, state): [{**before(r), **phase_seconds(r)} for r in arms[arm][state]] for arm, state in columns}
-    phases = dict.fromkeys(phase for results in cells.values() for r in results for phase in r)
-    phases.pop("the rest")
-    rows = []
-    for phase in (*phases, "the rest"):
-        row = [phase]
-        for column in columns:
-            values = [r[phase] for r in cells[column] if phase in r]
-            row.append(f"{statistics.median(values):.2f}" if values else "")
-        rows.append(row)
-    headers = ("seconds", *(f"{arm}, {state}" for arm, state in columns))
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+def longest_phases(arm: Mapping[str, list[dict[str, Any]]]) -> str:
+    """The phases of an arm that take a quarter of a second or more, the longest first, by what the process finds."""
+    text = []
+    for state in (COLD, SECOND):
+        results = [phase_seconds(r) for r in arm[state]]
+        taken = {phase: statistics.median(r.get(phase, 0.0) for r in results) for phase in results[0]}
+        longest = sorted((seconds, phase) for phase, seconds in taken.items() if seconds >= LEAST_S)[::-1]
+        text.append(f"{state}, " + ", ".join(f"{phase} {seconds:.2f}" for seconds, phase in longest))
+    return ";\n  ".join(text)
 
 
-def before(result: dict[str, Any]) -> dict[str, float]:
-    """The phases before the call of the compiler."""
-    return {f"({name})": result[name] for name in ("imports", "models")}
-
-
-def page(found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]]) -> str:
-    text = "# The first step\n\n"
-    text += f"{date.today()}, torch {torch.__version__}, diffusers {diffusers.__version__}, {os.cpu_count()} CPU cores "
-    text += f"({platform.machine()}), no GPU. Narrow models, random weights, float32. Written by `make first-step`.\n\n"
-    text += (
-        "From the call of the compiler to the first output, medians, in turns and in random order, each run in a process of\n"
-        "its own. In brackets: the ratio to diffusers' `compile_repeated_blocks`; for the whole model, to plain\n"
-        "`torch.compile`. *Loaded*: with other, empty caches, and what the first process saved (torch's mega-cache).\n"
-        "ChunkFlow streams within half of the bytes of the weights. Host memory: what the first\n"
-        "process needed at most above what it had before.\n\n"
+def by_kind_section(found: Found) -> str:
+    return (
+        f"{date.today()}, torch {torch.__version__}, diffusers {diffusers.__version__}, {os.cpu_count()} CPU cores, no GPU; "
+        "`make first-step`. Narrow models, random weights,\nfloat32. From the call of the compiler to the first output; "
+        f"medians of {max(len(arms[BY_KIND][COLD]) for arms in found.values())} runs, each a process of its own.\n"
+        "In brackets: the ratio to diffusers. *Loaded*: empty caches, and what the first process saved (torch's mega-cache). "
+        "ChunkFlow\nstreams within half of the bytes of the weights. [Every run](first_step.json).\n\n"
+        f"```\n{totals_table(found, (REPEATED, BY_KIND))}\n```\n\n"
+        + "\n".join(f"* {name}, seconds: {longest_phases(arms[BY_KIND])}." for name, arms in found.items())
     )
-    text += totals_table(found) + "\n"
-    for name, arms in found.items():
-        for pair in ((REPEATED, BY_KIND), (PLAIN, WHOLE)):
-            if set(pair) <= arms.keys():
-                text += f"\n## {name}: {pair[0]}, and {pair[1]}\n\n{phases_table(arms, pair)}\n"
-    return text + (
-        "\nLines in brackets come before the call, and are no part of the totals. What runs in a thread beside the phases,\n"
-        "such as the search for the CPU's vector instructions, counts where a phase waits for it.\n\n"
-        "Of a model compiled whole, Dynamo and AOTAutograd trace every block, so their time grows with their number;\n"
-        "lowering takes as long as its kinds of region need. By kind, one block of each kind is traced.\n"
+
+
+def whole_section(found: Found) -> str:
+    return (
+        f"{date.today()}, torch {torch.__version__}. One run each.\n\n```\n{totals_table(found, (PLAIN, WHOLE))}\n```\n\n"
+        "Dynamo and AOTAutograd trace every block here; by kind, one of each kind."
     )
 
 
@@ -232,9 +218,13 @@ def main() -> None:
         print(json.dumps(once(given.once, given.models, given.saved, given.state, given.started)))
         return
     found = measure(given.models.split(","), given.repeats, not given.no_whole)
-    print(text := page(found))
+    sections = {"By kind": by_kind_section(found)}
+    if not given.no_whole:
+        sections["Whole models"] = whole_section(found)
+    print(*sections.values(), sep="\n\n")
     if given.out:
-        given.out.write_text(text)
+        for heading, text in sections.items():
+            put_section(given.out, "The first step", heading, text)
         given.out.with_suffix(".json").write_text(json.dumps(found, indent=0) + "\n")
 
 

@@ -25,24 +25,20 @@ ABOUT = """\
 # On a GPU
 
 Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
-compilation; `inductor` is plain `torch.compile` with all weights on the card, measured twice: `inductor-again` is the same
-compiled model, and how far the two differ is the noise. `diffusers-group-offload` is diffusers' own offload as its
-documentation recommends it, also compiled by repeated blocks. The calls that make each arm stand below each table.
+compilation; `inductor` is plain `torch.compile`, all weights on the card, measured twice, which shows the noise.
+`diffusers-group-offload` is as diffusers recommends it, also compiled by repeated blocks. The calls of each arm stand below
+each table.
 
-The arms take turns, in random order in each round. A turn is a warm-up step, a step with marks between its parts, from
-which *waited*, *collectives* and *copied at* are, and then three steps in a row without marks. The time of a step is a third
-of what passes between an event before these three and one after them: copies for the next step run inside it, as in a
-sampler that calls the model again and again. Inputs are made before, and outputs compared after. *Peak* is what the
-allocator held for the arm in these steps: weights, activations, inputs and outputs. *Host* is the host's own work in the
-call of one more step: after every 50 instructions of a program or launches of Triton's kernels it waits for the card, and
-its clock stands still then, so that it never waits for room in a queue. Where it never stood still, as in a model that is
-not compiled, the host may have waited: *at most*. *Differs by* is the largest difference from the output of `resident` in
-these steps, over the largest value of that output. Of two arms, a ratio is the median over the rounds, with the least and the
-largest.
+The arms take turns, in random order. A turn is a warm-up step, one with marks between its parts, from which *waited*,
+*collectives* and *copied at* are, and three in a row without; a step is a third of what passes between events before and
+after these three, so copies for the next step run inside it. *Peak* is what the allocator held in them. *Host* is the host's
+own work in the call of one more step: after every 50 instructions of a program or launches of Triton's kernels it waits for
+the card, and its clock stands still then. Where it never stood still, it may have waited: *at most*. *Differs by* is the
+largest difference from the output of `resident`, over its largest value. A ratio of two arms is the median over the rounds,
+with the least and the largest.
 
 In the loopback cases, one process acts as two ranks, and its all-to-alls go through pinned host memory: by the copy
-engines, or by kernels that write and read it, as NCCL does without peer access. The two may share the link with copies of
-weights in different ways.
+engines, or by kernels, as in NCCL without peer access.
 """
 
 CALLS = """\

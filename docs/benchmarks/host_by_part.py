@@ -1,6 +1,6 @@
 """Host time of one call of 60 blocks by part, whole and by kind: guards and wrappers, runner, session, executor, regions.
 
-python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md
+python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md
 
 Narrow blocks on the CPU, all weights resident, ops one by one: the compute is small, and no part waits for a device.
 """
@@ -12,11 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from runs import put_section
 from tabulate import tabulate
 from torch import nn
 
@@ -92,13 +94,13 @@ def main() -> None:
     found = {arm: measured(make, arguments.blocks) for arm, make in arms.items()}
     rows = [(part, *(f"{1e3 * found[arm][i]:.2f} ms" for arm in arms)) for i, part in enumerate(PARTS)]
     rows.append(("together", *(f"{1e3 * sum(found[arm]):.2f} ms" for arm in arms)))
-    table = tabulate(rows, headers=("part", *arms), tablefmt="github", disable_numparse=True)
+    table = tabulate(rows, headers=("part", *arms), disable_numparse=True)
     about = (
-        f"A Wan-style model of {arguments.blocks} narrow blocks on the CPU, all weights resident, ops one by one. Medians of "
-        f"{CALLS} warm calls.\nBy kind, each block is a call of its own. torch {torch.__version__}."
+        f"{date.today()}, `python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md`, "
+        f"torch {torch.__version__}. {arguments.blocks} narrow blocks of Wan on\nthe CPU, all weights resident, ops one by "
+        f"one. Medians of {CALLS} warm calls; by kind, each block is a call of its own."
     )
-    command = "python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md"
-    arguments.out.write_text(f"# Host time by part\n\n{about}\n\n```\n{command}\n```\n\n{table}\n")
+    put_section(arguments.out, "The host's share", "By part", f"{about}\n\n```\n{table}\n```")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from runs import put_section
 from sixty_blocks import sixty_blocks
 from tabulate import tabulate
 
@@ -31,7 +33,6 @@ from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3 * FIRST_STEPS
-ALSO = "[host_by_part.md](host_by_part.md) has the parts of a call that runs on the CPU."
 
 
 class IdleGpu:
@@ -74,13 +75,13 @@ def main() -> None:
     table = tabulate(rows, headers=("step", "host", "of the predicted step"), disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in program.plan.streamed)
     about = (
-        f"{title}, half of its weights resident: "
-        f"{len(cut.problem.regions)} regions, {chunks} chunks. Medians of the executor's own time to issue one call. "
-        "Regions, collectives, copies and CUDA calls take no time here; on a GPU they add to it (**not measured**). "
-        f"The call is predicted to take {predicted.step_s:.1f} s on {machine.name}. torch {torch.__version__}, one core."
+        f"{date.today()}, `python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md`, "
+        f"torch {torch.__version__}, one core.\n{title}, half of its weights resident: "
+        f"{len(cut.problem.regions)} regions, {chunks} chunks.\nMedians of the executor's own time to issue a call of "
+        f"{predicted.step_s:.1f} s (predicted on {machine.name}).\nRegions, collectives, copies and CUDA's calls take no "
+        "time here; on a GPU they add to it (**not measured**)."
     )
-    command = "python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md"
-    arguments.out.write_text(f"# The host's share\n\n{about}\n\n```\n{command}\n```\n\n```\n{table}\n```\n\n{ALSO}\n")
+    put_section(arguments.out, "The host's share", "To issue a call", f"{about}\n\n```\n{table}\n```")
 
 
 @dataclass(eq=False)

@@ -69,7 +69,7 @@ def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]
 
 
 ARMS: dict[str, Callable[[nn.Module, torch.dtype], list[torch.Tensor]]] = {
-    "each weight copied (pin_memory)": copied,
+    "pin_memory": copied,
     "chunkflow, share=False": placed(False),
     "chunkflow, share=True": placed(True),
 }
@@ -159,14 +159,16 @@ def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype, weights: int)
 ABOUT = """\
 # Host memory of the weights, and the time to place them
 
-{today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {size} in bfloat16, from one
-safetensors file in the page cache. `memory` and `most` (while they place) are totals over all ranks, as multiples of one
-copy of the weights. The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs
-in random order. Before each, another process has used as much memory: a virtual machine gives free memory back to its host,
-and getting it back would take most of the time. What is left is mostly the kernel's work to make pages, which are huge
-(2 MiB) for private memory and {shared} for shared memory on this machine. Written by
-`python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
+{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/host_memory.py --out
+docs/benchmarks/host_memory.md`. A Wan model of {size} in bfloat16, from the page cache. *Memory* and *most* (while they
+place): of all ranks, as multiples of one copy of the weights. `pin_memory` copies each weight, as group offload does on
+each rank. Medians of {repeats} runs, in random order.
 
+```
+{table}
+```
+
+Much of the time is the kernel's, which makes pages: huge private ones, {shared} shared ones.
 """
 HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
 
@@ -180,7 +182,7 @@ def main() -> None:
     found: dict[tuple[str, int, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = small_model("wan", Size(layers=arguments.layers, heads=16, head_dim=128, text=64))
-        kinds = {"float32, cast to bfloat16": torch.float32, "bfloat16": torch.bfloat16}
+        kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         for label, dtype in kinds.items():
             model.to(dtype).save_pretrained(f"{folder}/{label[:4]}")  # type: ignore[operator]
         weights = sum(2 * p.numel() for p in model.parameters())
@@ -202,9 +204,9 @@ def main() -> None:
         torch=torch.__version__,
         size=size(int(found[cases[0]][0]["bytes"])),
         repeats=arguments.repeats,
-        shared="small (4 KiB)" if "[never]" in SHARED_PAGES.read_text() else "huge too",
+        shared="small" if "[never]" in SHARED_PAGES.read_text() else "huge",
+        table=tabulate(rows, headers=HEADERS, disable_numparse=True),
     )
-    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)
     if arguments.out:
         arguments.out.write_text(text)

@@ -1,13 +1,15 @@
-"""What several benchmarks do: a process with caches of its own, and a timed call."""
+"""What several benchmarks do: a process with caches of its own, a timed call, and a section of a page."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -25,3 +27,15 @@ def timed(run: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
     begin = time.perf_counter()
     run(**inputs)
     return time.perf_counter() - begin
+
+
+def put_section(page: Path, title: str, heading: str, text: str) -> None:
+    """Write a section of a page to which several runs or scripts write; its other sections stay.
+
+    ``title``: of a page that is not there yet.
+    """
+    found = page.read_text() if page.exists() else f"# {title}\n"
+    head, *sections = re.split(r"\n(?=## )", found)
+    kept = {section.partition("\n")[0]: section.strip() for section in sections}
+    kept[f"## {heading}"] = f"## {heading}\n\n{text.strip()}"
+    page.write_text("\n\n".join([head.strip(), *kept.values()]) + "\n")

@@ -1,6 +1,6 @@
 """What ranks that share weights read from the disk, where the checkpoint is larger than the memory that is left.
 
-    python docs/benchmarks/shared_drive.py --out docs/benchmarks/shared_drive.md
+    python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md
 
 Needs Linux, a folder on a disk, and a memory control group (v1 or v2), which only root can make.  The weights of a random Wan
 model stay in its checkpoint.  The ranks run in the group: with no limit, and with one that leaves ``spare`` bytes beyond what
@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import diffusers
 import torch
 import torch.distributed as dist
+from runs import put_section
 from tabulate import tabulate
 
 from chunkflow_compile import offload, programs
@@ -97,13 +98,13 @@ class Group:
     def processes(self) -> list[int]:
         return [int(line) for line in (self.folder / "cgroup.procs").read_text().split()]
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes of the page cache, and all others: of processes, what they share, and the kernel's for them."""
+    def memory(self) -> int:
+        """Bytes beyond the page cache: of processes, what they share, and the kernel's for them."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         cache = stat["total_cache"] - stat["total_shmem"] if self._v1 else stat["file"] - stat["shmem"]
         used = int((self.folder / ("memory.usage_in_bytes" if self._v1 else "memory.current")).read_text())
-        return cache, used - cache
+        return used - cache
 
     def peak(self) -> int:
         """The most bytes so far, page cache included."""
@@ -126,11 +127,10 @@ class Group:
 
 @dataclass
 class Counts:
-    """Of all processes: bytes that the disk brought, and seconds of CPU in the program and in the kernel."""
+    """Of all processes: bytes that the disk brought, and seconds of CPU, in the program and in the kernel."""
 
     disk: int = 0
-    user: float = 0.0
-    system: float = 0.0
+    cpu: float = 0.0
 
     @staticmethod
     def of(processes: Sequence[int]) -> Counts:
@@ -140,8 +140,7 @@ class Counts:
                 told = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
                 times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
                 found.disk += int(told["read_bytes"])
-                found.user += int(times[11]) / TICK
-                found.system += int(times[12]) / TICK
+                found.cpu += (int(times[11]) + int(times[12])) / TICK
         return found
 
 
@@ -185,28 +184,24 @@ class Found:
     """Of one run.  Bytes and seconds of a step are means over the steps that were measured, but ``step`` and ``planned``.
 
     ``cold``: bytes that the disk brought before those steps.  ``disk``: in a step.  ``planned``: what a rank needs in it.
-    ``step``: the median of all steps of all ranks.  ``wall``: with pauses.  ``cache``, ``own``: the most in those steps, of
-    the page cache and of everything else.  ``most``: of everything else, from the start on.  ``peak``: of the group.
+    ``step``: the median of all steps of all ranks, without pauses.  ``most``: from the start on, without the page cache.
+    ``peak``: of the group, with it.
     """
 
     cold: int
     disk: float
     planned: int
-    user: float
-    system: float
+    cpu: float
     step: float
-    wall: float
-    cache: int
-    own: int
     most: int
     peak: int
 
 
 class Crew:
-    """The ranks of a run.  ``seen``: the memory of their group while they were listened to."""
+    """The ranks of a run.  ``most``: bytes of their group while they were listened to, without the page cache."""
 
     def __init__(self, group: Group, processes: Sequence[SpawnProcess], links: Sequence[Connection]) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.most = 0
         self._group = group
         self._processes = processes
         self._links = links
@@ -214,10 +209,10 @@ class Crew:
     def hear(self) -> list[Any]:
         """What each rank says next.  Raises SystemExit if one has ended."""
         while not all(link.poll(EVERY_S) for link in self._links):
-            self.seen.append(self._group.memory())
+            self.most = max(self.most, self._group.memory())
             if any(p.exitcode for p in self._processes):
                 self._ended()
-        self.seen.append(self._group.memory())
+        self.most = max(self.most, self._group.memory())
         try:
             return [link.recv() for link in self._links]
         except EOFError:
@@ -262,25 +257,19 @@ def run(ranks: Ranks, limit: int | None, folder: str, size_: Size, steps: int) -
     (Path(folder) / f"meet-chunkflow-shared-drive-{os.getpid()}").unlink(missing_ok=True)
     with Group(limit) as group, started(ranks, folder, group, size_, steps) as crew:
         crew.hear()
-        before, first = quiet(group), len(crew.seen)
-        began = time.perf_counter()
+        before = quiet(group)
         crew.go()
         answers = crew.hear()
-        wall = time.perf_counter() - began
-        after, last = quiet(group), len(crew.seen)
+        after = quiet(group)
         crew.go()
         crew.hear()
         return Found(
             cold=before.disk,
             disk=(after.disk - before.disk) / steps,
             planned=max(nbytes for _, nbytes in answers),
-            user=(after.user - before.user) / steps,
-            system=(after.system - before.system) / steps,
+            cpu=(after.cpu - before.cpu) / steps,
             step=median(itertools.chain.from_iterable(times for times, _ in answers)),
-            wall=wall / steps,
-            cache=max(cache for cache, _ in crew.seen[first:last]),
-            own=max(own for _, own in crew.seen[first:last]),
-            most=max(own for _, own in crew.seen),
+            most=crew.most,
             peak=group.peak(),
         )
 
@@ -303,32 +292,21 @@ def out_of_the_page_cache(file: Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_ahead(folder: Path) -> int:
-    """Most bytes that the kernel reads ahead of a program on the disk of a folder; 0 if it does not say."""
-    number = os.stat(folder).st_dev
-    disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    told = [d / "queue/read_ahead_kb" for d in (disk, disk.parent)]  # of a disk, or of that of a partition
-    return next((1024 * int(path.read_text()) for path in told if path.exists()), 0)
-
-
 ABOUT = """\
-# What ranks read from the disk
+{today}, torch {torch}, {cores} CPU cores, no GPU; as root,
+`python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md`. A Wan model of {weights}, `share=True`,
+`host_memory=0`: each rank copies {planned} a step, a block ahead (`layerwise`). *Limit*: the ranks' memory, and {spares}
+for the page cache. *Disk*: what it brought in {steps} warm steps, as a multiple of what one rank copies. *CPU*: of all
+ranks, in a step. Medians of {repeats} runs.
 
-{today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {weights} in one safetensors file on a disk, with
-`share=True` and `host_memory=0`: each rank copies {planned} of it to the device in each step, a block ahead (`layerwise`).
-The ranks are in a memory control group. `limit`: what they take without one, and {spares} for the page cache. `disk`: bytes
-that the disk brought in {steps} steps after {warm} warm ones, as a multiple of what one rank copies in them; the least and
-the most of {repeats} runs where they differ. All else are medians of the runs, which are in random order. `CPU`: of all
-ranks, in a step; of it in the kernel in brackets. `step`: without the pauses, which are half a step in the mean; `wall`: with
-them. `page cache` and `processes`: the most of the group in these steps; `peak`: of both together, from the start on. The
-kernel reads ahead by up to {ahead} on this disk. Written by
-`python docs/benchmarks/shared_drive.py --out docs/benchmarks/shared_drive.md`.
+```
+{table}
+```
 
-Each rank reads for itself, through the page cache if there are several. Two ranks in step read 1.26 to 1.63 times as much as
-one from the disk where 150 MB were left of 384 MiB, and 2.09 to 2.35 times where 60 MB were (26 November 2026).
-
+Each rank reads for itself, through the page cache if there are several. Two in step read 1.26 to 1.63 times as much as
+one where 150 MB were left of 384 MiB, and 2.09 to 2.35 times where 60 MB were (26 November 2026).
 """
-HEADERS = ("ranks", "limit", "disk", "CPU", "step", "wall", "page cache", "processes", "peak")
+HEADERS = ("ranks", "limit", "disk", "CPU", "step", "peak")
 
 
 def main() -> None:
@@ -376,14 +354,12 @@ def main() -> None:
         planned=size(found[RANKS[0], None][0].planned),
         spares=" or ".join(f"{spare} MB" for spare in arguments.spare),
         steps=arguments.steps,
-        warm=WARM,
-        ahead=size(read_ahead(arguments.folder or Path(tempfile.gettempdir()))),
         repeats=arguments.repeats,
+        table=tabulate(rows, headers=HEADERS, disable_numparse=True),
     )
-    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)
     if arguments.out:
-        arguments.out.write_text(text)
+        put_section(arguments.out, "Weights on the drive", "What several ranks read", text)
 
 
 def row(ranks: Ranks, spare: int | None, runs: Sequence[Found]) -> tuple[str, ...]:
@@ -393,11 +369,8 @@ def row(ranks: Ranks, spare: int | None, runs: Sequence[Found]) -> tuple[str, ..
         ranks.name,
         "none" if spare is None else f"{spare} MB left",
         least if least == most else f"{least} to {most}",
-        f"{median(f.user + f.system for f in runs):.2f} s ({median(f.system for f in runs):.2f} s)",
+        f"{median(f.cpu for f in runs):.2f} s",
         seconds(median(f.step for f in runs)),
-        seconds(median(f.wall for f in runs)),
-        size(int(median(f.cache for f in runs))),
-        size(int(median(f.own for f in runs))),
         size(int(median(f.peak for f in runs))),
     )
 

@@ -30,7 +30,6 @@ from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.record import seconds
-from chunkflow_compile.units import size
 
 SIZE = Size(layers=12, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
 # All weights would keep the link busy for this share of the resident step.
@@ -46,14 +45,11 @@ ROUNDS = 3
 ABOUT = f"""\
 # Step caches
 
-{SIZE.layers} Wan blocks with each step cache of diffusers, compiled by kind, {STEPS} steps a generation, an emulated link.
-A *miss* computes a whole step, a *hit* a part of it: the first block only (FirstBlockCache, in turns and at random), no
-block (MagCache), or every block without its attention (the others). `resident`: the same step with all weights on the device.
-`bound`: the longer of the resident time and the time that the link takes for the bytes that were moved in the step.
-
-Generations of both arms in random order, medians of {ROUNDS} of each, ratios within a pair of steps. Budget: {BUDGET:g} of
-the weights; all of them would keep the link busy for {LOAD} of a resident miss. Planned for compute as
-fast as measured, and again from its times (`replan_after`). No GPU.
+{SIZE.layers} Wan blocks with each step cache of diffusers, by kind, {STEPS} steps a generation, no GPU; `make step-cache`.
+A *miss* computes a whole step, a *hit* a part: the first block (FirstBlockCache), none (MagCache), or all without
+attention. *Bound*: the longer of the step with all weights on the device and the time of the emulated link for the bytes
+moved. The link would be busy for {LOAD} of a resident miss; the budget is {BUDGET:g} of the weights. Medians of {ROUNDS}
+generations after {LEARNING}.
 """
 
 
@@ -142,16 +138,16 @@ def main() -> None:
     for kind in kinds():
         if arguments.only in kind[0]:
             torch._dynamo.reset()
-            rows += _rows(kind)
-    headers = ("cache", "", "steps", "step", "resident", "moved", "bound", "of the bound", "jumps")
+            rows.append(_row(kind))
+    headers = ("cache", "miss", "of its bound", "hit", "of its bound", "jumps")
     table = tabulate(rows, headers=headers, disable_numparse=True)
     text = f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n\n```\n{table}\n```\n"
     print(text)
     arguments.out.write_text(text)
 
 
-def _rows(kind: Kind) -> list[tuple[str, ...]]:
-    """The rows of a cache: generations of the streamed model and of the resident one in random order, steps in pairs."""
+def _row(kind: Kind) -> tuple[str, ...]:
+    """The row of a cache: generations of the streamed model and of the resident one in random order, steps in pairs."""
     resident = Cached(kind, {"policy": "resident"})
     resident.learn()
     longest = max(m.step_s for m in resident.generation())
@@ -172,7 +168,7 @@ def _rows(kind: Kind) -> list[tuple[str, ...]]:
                 for step, both in enumerate(zip(found[resident], found[streamed], strict=True))
             ]
         jumps = (streamed.jumps - before) / ROUNDS
-    return [_row(kind[0], pairs, jumps, hit) for hit in (False, True)]
+    return (kind[0], *_figures(pairs, hit=False), *_figures(pairs, hit=True), f"{jumps:.0f}")
 
 
 def as_fast(link: LinkEmulation, resident: nn.Module, longest: float) -> Hardware:
@@ -198,21 +194,13 @@ class Pair:
         return max(self.resident.step_s, self.streamed.moved / self.bandwidth)
 
 
-def _row(name: str, pairs: Sequence[Pair], jumps: float, hit: bool) -> tuple[str, ...]:
+def _figures(pairs: Sequence[Pair], *, hit: bool) -> tuple[str, str]:
+    """The step, and its ratio to the bound, of the hits or of the misses."""
     steps = [median(p.resident.step_s for p in pairs if p.number == number) for number in range(STEPS)]
     middle = (max(steps) + min(steps)) / 2
     chosen = [p for p in pairs if (steps[p.number] < middle) is hit]
-    return (
-        "" if hit else name,
-        "hit" if hit else "miss",
-        str(len(chosen) // ROUNDS),
-        seconds(median(p.streamed.step_s for p in chosen)),
-        seconds(median(p.resident.step_s for p in chosen)),
-        size(int(median(p.streamed.moved for p in chosen))),
-        seconds(median(p.bound_s for p in chosen)),
-        f"{median(p.streamed.step_s / p.bound_s for p in chosen):.3f}",
-        "" if hit else f"{jumps:.0f}",
-    )
+    ratio = median(p.streamed.step_s / p.bound_s for p in chosen)
+    return seconds(median(p.streamed.step_s for p in chosen)), f"{ratio:.3f}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -41,12 +42,10 @@ def main() -> None:
     table = tabulate(rows, headers=headers, disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in smallest.plan.streamed)
     about = (
-        f"{title}, planned for {machine.name}: "
-        f"{len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks a step. "
-        f"torch {torch.__version__}, one core."
+        f"{date.today()}, `make bench`, torch {torch.__version__}. {title}, on {machine.name}:\n"
+        f"{len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks."
     )
-    command = "python docs/benchmarks/verify.py --out docs/benchmarks/verify.md"
-    arguments.out.write_text(f"# Verifying {BLOCKS} blocks\n\n{about}\n\n```\n{command}\n```\n\n```\n{table}\n```\n")
+    arguments.out.write_text(f"# Verifying {BLOCKS} blocks\n\n{about}\n\n```\n{table}\n```\n")
 
 
 def _times(work: Callable[[], object]) -> tuple[str, str, str]:

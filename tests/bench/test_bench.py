@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -17,6 +18,7 @@ from problems import CHUNK, MACHINE, blocks_problem
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs
+from chunkflow_compile.bench import ranks as bench_ranks
 from chunkflow_compile.bench.alternatives import (
     ALTERNATIVES,
     GROUP_OFFLOAD,
@@ -31,15 +33,16 @@ from chunkflow_compile.bench.host import EVERY, HostTime, host_time
 from chunkflow_compile.bench.job import Job, job_of
 from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
-from chunkflow_compile.bench.ranks import run_job
+from chunkflow_compile.bench.ranks import Progress, run_job
 from chunkflow_compile.bench.regimes import REGIMES, Regime
-from chunkflow_compile.bench.summary import bench_table, conditions, summarise
+from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise, why_busy
 from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
+from chunkflow_compile.report.record import ComparisonRecord
 from chunkflow_compile.runtime.device import CpuDevice
 
 OWN = """
@@ -265,6 +268,73 @@ def test_one_process_stands_for_all_ranks(forked: None) -> None:
     assert found.record.degree == 2 and "one process stands for all" in conditions(told, found)
     assert all(a.equal_to_resident and a.collective_s for a in found.record.arms.values())
     assert found.inflation["resident"] == 0 and found.copy_rate["layerwise"]
+
+
+def _readings(steps_s: tuple[float, ...], compute_s: tuple[float, ...], pace: float | None = 1.5) -> BenchRecord:
+    """Of a resident arm whose compute is held to 0.6 s."""
+    return BenchRecord(
+        record=ComparisonRecord(model="m", degree=2, arms={}),
+        settings={},
+        predicted={},
+        steps_s={"resident": steps_s},
+        compute_s={"resident": compute_s},
+        inflation={},
+        host_s={},
+        host_bounds=(),
+        copy_rate={},
+        peak_bytes={},
+        difference={},
+        link=None,
+        load=LinkLoad(0.7, 0.4, pace),
+        machine="",
+    )
+
+
+def test_a_busy_machine_is_told_from_a_quiet_one() -> None:
+    assert why_busy(_readings((0.70, 0.73, 0.71), (0.6, 0.605, 0.59))) == ""
+    late = "compute overran its fixed duration in 2 of 3 steps, by up to 50 %"
+    assert why_busy(_readings((0.70, 0.73, 0.71), (0.6, 0.66, 0.9))) == late
+    spread = "resident steps took from 700 to 900 ms"
+    assert why_busy(_readings((0.70, 0.90, 0.71), (0.6, 0.6, 0.6))) == spread
+    assert why_busy(_readings((0.70, 0.90, 0.71), (0.6, 0.66, 0.9))) == f"{late}, and {spread}"
+    assert why_busy(_readings((0.70, 0.71), (0.9, 0.9), pace=None)) == "", "nothing is held"
+
+
+def test_a_log_has_a_line_of_progress_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([100.0, 100.0, 103.0, 106.0])
+    progress = Progress(4, show=True, lines=True, now=lambda: next(times))
+    for what in ("compile", "measure compute", "resident: step 1 of 3"):
+        progress.set_description(what)
+    assert capsys.readouterr().err.splitlines() == ["   0 s  compile", "   6 s  resident: step 1 of 3"]
+    for show, lines in ((False, True), (True, False)):
+        Progress(4, show=show, lines=lines).set_description("compile")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ChunkflowError])
+def test_no_folder_and_no_rank_outlives_a_job_that_ends_early(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Process:
+        def terminate(self) -> None:
+            ended.append("terminate")
+
+        def join(self) -> None:
+            ended.append("join" if list(tmp_path.iterdir()) else "join without the folder")
+
+    class Started:
+        processes = (Process(),)
+
+        def join(self) -> bool:
+            raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(bench_ranks, "spawn", lambda *_, **__: Started())
+    with pytest.raises(error):
+        run_job(job(ranks=2, arms=["resident"]))
+    assert ended == ["terminate", "join"] and not list(tmp_path.iterdir())
 
 
 def test_the_clock_of_the_host_stands_still_while_it_waits() -> None:

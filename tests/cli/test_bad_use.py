@@ -194,7 +194,9 @@ def test_what_is_not_installed(
     for arguments in commands:
         assert main(arguments) == 2
         said = capsys.readouterr().err
-        assert f"needs {missing}, which is not installed: pip install diffusers transformers" in said, said
+        assert (
+            f"needs {missing}, which is not installed: pip install 'diffusers>=0.38' transformers accelerate." in said
+        ), said
         assert said.count("\n") == 1, said
     assert main(["plan", MODEL, *SIZES]) == 0, "a model of its own needs none"
 

@@ -56,7 +56,7 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(
     if lowering == "inductor":  # as a user runs it
         done = chunkflow(*command, "--layers", "4")
         code, shown, said = done.returncode, done.stdout, done.stderr
-        assert not [line for line in re.split(r"[\r\n]+", said) if line and "step" not in line], said
+        assert "compile" in said and all(re.match(r" *\d+ s  ", line) for line in said.splitlines()), said
     else:
         rich = demo.DEMO["compute-rich"]
         size = replace(rich.size, layers=4, height=16, width=16)
@@ -82,9 +82,13 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(
         assert regime["arms"]["chunkflow"]["equal_to_resident"] is True
         assert regime["arms"]["chunkflow"]["moved_bytes_per_step"] > 0
     assert len(re.findall(r"(?m)^chunkflow .* yes$", shown)) == len(regimes)
-    links = [float(x) for x in re.findall(r"a link of ([\d.]+) MB/s is emulated", shown)]
+    links = [float(x) for x in re.findall(r"an emulated link of ([\d.]+) MB/s", shown)]
     assert len(links) == len(regimes) and links == sorted(links), "the link that is nearly full is the narrower one"
     assert "\r" not in shown, "the progress bar goes to stderr"
+    assert (dump / "chunkflow-demo.png").stat().st_size > 1000 and f"picture: {dump}/chunkflow-demo.png\n" in shown
+    for name in regimes:
+        assert f"{name}: The link " in shown.split("emulated link of")[list(regimes).index(name)], "before its table"
+    assert len(re.findall(r"(?m)^chunkflow +[█▏▎▍▌▋▊▉]+ +[\d.]+ ms +[█▏▎▍▌▋▊▉]+ +[\d.]+ MiB$", shown)) == len(regimes)
     program = Path(re.search(r"(?m)^program: (.*)$", shown)[1])
     assert program.is_relative_to(dump)
     assert "prefetch('blocks.1." in program.read_text() and "all_to_all_single" in program.read_text()
