@@ -153,6 +153,8 @@ def _on(known: Preset, cut: Cut, activations: int, card: str, hardware: Hardware
         rate = hardware.rate_beside_pulls(ranks)
         problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
     chosen = smallest(problem)
+    if chosen.device_bytes < group.device_bytes:  # in the same bytes, then
+        chosen = planned(problem, memory=group.device_bytes)
     if chosen.device_bytes + activations > room:
         chosen = planned(problem, memory=room - activations)
     ways[CHUNKFLOW] = _way(chosen, known.forwards, activations)
