@@ -1,51 +1,35 @@
 """Policies side by side on an emulated link, in every regime; eight minutes on two cores.
 
 python docs/benchmarks/contention.py --out docs/benchmarks/contention.md
+
+Each regime's record is written beside the page, as JSON and as a picture; the page is made from the records that are there.
+``--page-only`` measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+from tabulate import tabulate
 
 from chunkflow_compile.bench.job import job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
+from chunkflow_compile.bench.summary import summarise
 from chunkflow_compile.report.pictures import draw_arms
+from chunkflow_compile.report.record import as_json
 
 # As many as eight minutes have room for; a step of compute-rich takes three times as long as the others'.
 STEPS = ("3", "compute-rich=2")
-
-ABOUT = """\
-# Copies that yield, measured on an emulated link
-
-Real ranks, real compiled regions, real copies and exchanges. **The link is emulated**: each rank has a receive port, which
-chunks and the incoming bytes of collectives share in turns of 256 KiB. **Compute has a fixed speed**: each region is held to
-1.5 times what it took at the start. Other processes, and the copies themselves, slow these cores for seconds at a time, and
-would not slow a GPU's. Nothing here was measured on a GPU.
-
-Each regime sets the *load* of the link: the share of the resident step for which the link would be busy if every weight
-streamed once a step. compute-rich has 0.2, contention 0.7, contention-flux 0.88, compute-poor 1.6, and shared-port 3, where
-all four ranks share one port, and each has a quarter of it. The bandwidth follows from the compute that is measured at the
-start, so that a regime means the same on a machine of another speed.
-
-A model is compiled once. Every arm is a plan of its own on the same lowered regions. A round holds one step of every arm, in
-random order; steps and waits are medians over the rounds, and ratios are medians of the ratios within a round. `chunkflow`
-and `misjudged` have the bytes that `layerwise` takes, in compute-rich a quarter of all bytes. An arm with a share in its name
-may also keep the bytes of so many of the blocks. `misjudged` is planned from a link twice as fast and compute twice as slow
-as they are; `replanned` is the same with `replan_after=2`.
-
-*Predicted* is the program of the arm, simulated with what regions and exchanges took in the resident arm of the same run and
-with one factor, for all arms, by which copies stretched compute nevertheless.
-*Collectives inflated* leaves out the time that one rank waited for the other.
-
-Each regime is one run and names its command. [How much whole runs differ](contention_runs.md).
-"""
+# Those of the page, in its order.
+SHOWN = ("compute-rich", "contention", "contention-flux", "compute-poor", "shared-port")
 
 
 def main() -> None:
@@ -60,8 +44,9 @@ def main() -> None:
         "step is off by a tenth or more, so figures to keep need ten times as many",
     )
     parser.add_argument(
-        "--only", choices=REGIMES, action="append", help="measure these regimes only; the page keeps the others"
+        "--only", choices=SHOWN, action="append", help="measure these regimes only, and keep the others"
     )
+    parser.add_argument("--page-only", action="store_true", help="make the page from the records, without measuring")
     arguments = parser.parse_args()
     steps = _steps([*STEPS, *arguments.steps])
     command = " ".join(
@@ -71,26 +56,19 @@ def main() -> None:
             *(f"--only {name}" for name in arguments.only or ()),
         ]
     )
-    sections = _sections(arguments.out)
-    for name in arguments.only or REGIMES:
-        regime, start = REGIMES[name], time.monotonic()
-        job = job_of(regime, steps[name])
+    for name in () if arguments.page_only else arguments.only or SHOWN:
+        start, job = time.monotonic(), job_of(REGIMES[name], steps[name])
         found = summarise(job, run_job(job))
-        picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
-        draw_arms(found.record, found.predicted, picture)
-        picture.with_suffix(".json").write_text(found.to_json())
-        took = f"{time.monotonic() - start:.0f} s, torch {torch.__version__}, of `{command}`"
-        parts = [f"{name}: {regime.shows}", conditions(job, found), took, f"```\n{bench_table(found)}\n```"]
-        parts += [*(f"* {line}" for line in _findings(found)), f"![arms of {name}]({picture.name})"]
-        sections[name] = "\n\n".join(parts).replace("\n\n* ", "\n* ")
-        shown = [sections[known] for known in REGIMES if known in sections]
-        arguments.out.write_text("\n\n## ".join([ABOUT.rstrip(), *shown]) + "\n")
+        kept = _record(arguments.out, name)
+        draw_arms(found.record, found.predicted, kept.with_suffix(".png"))
+        taken = {"s": round(time.monotonic() - start), "torch": torch.__version__, "command": command}
+        kept.write_text(as_json({**json.loads(found.to_json()), "taken": taken}))
+    records = {name: _record(arguments.out, name) for name in SHOWN}
+    arguments.out.write_text(page({n: json.loads(path.read_text()) for n, path in records.items() if path.exists()}))
 
 
-def _sections(page: Path) -> dict[str, str]:
-    """What the page says of each regime, if there is one."""
-    found = page.read_text().split("\n## ")[1:] if page.exists() else []
-    return {text.partition(":")[0]: text.rstrip() for text in found}
+def _record(page: Path, regime: str) -> Path:
+    return page.with_name(f"{page.stem}_{regime}.json")
 
 
 def _steps(given: Sequence[str]) -> dict[str, int]:
@@ -102,44 +80,101 @@ def _steps(given: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _findings(found: BenchRecord) -> Iterator[str]:
-    """What the regime is there to show, in figures of this run."""
-    arms = found.record.arms
-    step = {name: arm.step_s or 0.0 for name, arm in arms.items()}
-    base = step["resident"]
-    if "chunkflow" in arms:
-        mine = arms["chunkflow"]
-        less = 1 - (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
-        taken = found.ratio("chunkflow", "resident")
-        yield f"chunkflow takes {taken:.3f} of the resident step, {100 * less:.0f} % less weight memory"
-        for name in ("layerwise", "layerwise-barrier", "host-yield"):
-            if name in arms:
-                yield f"it is {found.ratio(name, 'chunkflow'):.2f}x as fast as {name}"
-        yield "collectives are inflated by " + ", ".join(
-            f"{100 * x:.1f} % ({name})" for name, x in found.inflation.items() if x is not None and name != "resident"
-        )
-    if "replanned" in arms:
-        yield (
-            f"planned from figures wrong by 2: {found.ratio('misjudged', 'chunkflow'):.3f} of the step of the right ones; "
-            f"planned again after two steps: {found.ratio('replanned', 'chunkflow'):.3f}"
-        )
+Record = Mapping[str, Any]
+
+
+def page(records: Mapping[str, Record]) -> str:
+    """The page.  ``records``: what ``chunkflow bench --json`` would write of each regime, and how it was ``taken``."""
+    took = "; ".join(f"{name} {r['taken']['s']} s" for name, r in records.items())
+    versions = ", ".join(dict.fromkeys(r["taken"]["torch"] for r in records.values()))
+    commands = "\n".join(dict.fromkeys(r["taken"]["command"] for r in records.values()))
+    files = ",\n".join(f"{name} ([JSON](contention_{name}.json), [picture](contention_{name}.png))" for name in records)
+    equal = all(arm["equal_to_resident"] for r in records.values() for arm in r["arms"].values())
+    wrong, replanned = (_ratio(records["contention"], arm, "chunkflow") for arm in ("misjudged", "replanned"))
+    return f"""# Copies that yield, measured on an emulated link
+
+Real ranks, real compiled regions, real copies and exchanges. **The link is emulated**: each rank has a receive port, which
+chunks and the incoming bytes of collectives share in turns of 256 KiB. **Compute has a fixed speed**: each region is held to
+1.5 times what it took at the start, because other work slows these cores as it would not slow a GPU's. Nothing here was
+measured on a GPU.
+
+```sh
+{commands}
+```
+
+torch {versions}; {took}. Small models (`wan`, `flux`), two ranks, in shared-port four behind one port. *Load*: the share of
+the resident step for which the link would be busy if every weight streamed once a step. `chunkflow` has the bytes of
+`layerwise`, in compute-rich a quarter of all. Steps are medians; ratios are medians of the ratios within a round, which
+holds a step of every arm in random order. Outputs are {"equal" if equal else "NOT EQUAL"} bit for bit over all arms and
+steps.
+
+{_regimes_table(records)}
+
+*Collectives slower*: than in the resident arm, without the time that one rank waited for the other. *Predicted*: simulated
+with what regions and exchanges took in the resident arm, and with one factor for all arms, by which copies stretched
+compute; how far it is off in the worst arm, and its wait for weights as a share of the step.
+
+![arms of contention](contention_contention.png)
+
+Planned from a link twice as fast and compute twice as slow as they are (`misjudged`), contention takes {wrong:.3f} of the
+step that right figures give, and {replanned:.3f} with `replan_after=2`.
+
+In compute-poor, arms may also keep a share of the blocks. The bound is max(resident, streamed bytes / link); a prefix is of
+whole leading layers in the same bytes:
+
+{_residency_table(records["compute-poor"])}
+
+Three whole runs, on cores that other processes used ([all figures](contention_runs.csv)): chunkflow took 1.001 to 1.007 of
+the resident step in compute-rich, 1.005 to 1.022 in contention, 0.993 to 1.006 in contention-flux; predicted steps were off
+by at most 3.5 %. Before regions had a fixed duration, eight runs of contention gave 0.90 to 1.25, and predictions off by up
+to 14 %.
+
+Every arm, step and predicted figure:
+{files}.
+"""
+
+
+def _ratio(record: Record, arm: str, base: str) -> float:
+    """As :meth:`BenchRecord.ratio`."""
+    return median(a / b for a, b in zip(record["steps_s"][arm], record["steps_s"][base], strict=True))
+
+
+def _regimes_table(records: Mapping[str, Record]) -> str:
+    rows = []
+    for name, r in records.items():
+        arms, slower = r["arms"], r["collective_inflation"]
+        step = {arm: figures["step_s"] for arm, figures in arms.items()}
+        off = max(abs(p["step_s"] / step[arm] - 1) for arm, p in r["predicted"].items())
+        waits = {arm: abs(p["exposed_h2d_s"] - arms[arm]["exposed_h2d_s"]) for arm, p in r["predicted"].items()}
+        ours: tuple[str, ...] = ("", "", "", "", "")
+        if "chunkflow" in arms:
+            mine = arms["chunkflow"]
+            others = ("layerwise", "layerwise-barrier", "host-yield")
+            times = "/".join(f"{_ratio(r, a, 'chunkflow'):.2f}" if a in arms else "-" for a in others)
+            less = 1 - mine["weights_device_bytes"] / mine["weights_total_bytes"]
+            ours = (
+                f"{_ratio(r, 'chunkflow', 'resident'):.3f}", f"{100 * less:.0f}", times,
+                f"{100 * slower['chunkflow']:.1f}", f"{100 * slower['layerwise']:.1f}",
+            )  # fmt: skip
+        wait = max(waits[arm] / step[arm] for arm in waits)
+        rows.append((name, f"{r['load']['share']:g}", *ours, f"{100 * off:.1f}", f"{100 * wait:.1f}"))
+    headers = (
+        "regime", "load", "chunkflow, of resident", "less weights, %", "times as fast as layerwise/-barrier/host-yield",
+        "collectives slower, %", "with layerwise, %", "predicted off, %", "its wait off, %",
+    )  # fmt: skip
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _residency_table(record: Record) -> str:
+    rows = []
     for share in BUDGETS:
         ours, theirs = f"chunkflow@{share}%", f"layerwise-prefix@{share}%"
-        if found.link is not None and ours in arms and theirs in arms:
-            bound = max(base, (arms[ours].moved_bytes_per_step or 0) / found.link.requested)
-            yield (
-                f"residency {share} %: {step[ours] / bound:.3f} of max(resident, streamed bytes / link), and "
-                f"{found.ratio(theirs, ours):.2f}x as fast as a leading prefix of whole layers in the same bytes"
-            )
-    worst = max(found.off, key=lambda n: abs(found.off[n]))
-    waits = {n: (p.exposed_h2d_s or 0.0) - (arms[n].exposed_h2d_s or 0.0) for n, p in found.predicted.items()}
-    longest = max(waits, key=lambda n: abs(waits[n]) / step[n])
-    equal = all(arm.equal_to_resident for arm in arms.values())
-    yield (
-        f"the predicted step is off by at most {100 * abs(found.off[worst]):.1f} % ({worst}), the predicted wait by at most "
-        f"{1e3 * abs(waits[longest]):.0f} ms, {100 * abs(waits[longest]) / step[longest]:.1f} % of the step ({longest})"
-    )
-    yield f"outputs are {'equal' if equal else 'NOT EQUAL'} bit for bit over all arms and steps"
+        mine = record["arms"][ours]
+        bound = max(record["arms"]["resident"]["step_s"], mine["moved_bytes_per_step"] / record["link"]["requested"])
+        steps = (_ratio(record, ours, "resident"), mine["step_s"] / bound)
+        rows.append((f"{share} %", *(f"{x:.3f}" for x in steps), f"{_ratio(record, theirs, ours):.2f}"))
+    headers = ("kept", "step, of resident", "of the bound", "times as fast as a prefix")
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 if __name__ == "__main__":

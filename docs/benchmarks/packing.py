@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,14 +36,28 @@ def main() -> None:
     gaussian = torch.randn(SHAPE).mul_(0.02).bfloat16()
     subjects = {"Gaussian": {"": gaussian}, "uniform": {"": torch.rand(SHAPE).sub_(0.5).bfloat16()}}
     subjects |= {file.parent.parent.name: _weights(file) for file in arguments.files}
-    headers = ("", "large weights", "of which packed", "values", "bits a value", "that escape")
-    tables = [
-        tabulate([_sizes(name, weights) for name, weights in subjects.items()], headers=headers, disable_numparse=True),
-        tabulate(_speeds(gaussian), headers=("on one core", "GB/s of values", "to memcpy"), disable_numparse=True),
-    ]
-    about = f"torch {torch.__version__}, medians of {RUNS} runs of {SHAPE[0]} x {SHAPE[1]} values."
-    text = "\n\n".join(f"```\n{table}\n```" for table in tables)
-    arguments.out.write_text(f"# Packing weights\n\n{__doc__.strip()}\n\n{about}\n\n{text}\n")
+    sizes = [_sizes(name, weights) for name, weights in subjects.items()]
+    arguments.out.write_text(page(sizes, list(_speeds(gaussian))))
+
+
+def page(sizes: Sequence[Sequence[str]], speeds: Sequence[Sequence[str]]) -> str:
+    """The page of a row for each subject, and one for each speed."""
+    kinds = ("", "large weights packed", "bits a value", "escapes, %")
+    rates = ("on one core", "GB/s of values", "to memcpy")
+    shape = " x ".join(map(str, SHAPE))
+    return f"""# Packing weights
+
+Command: docstring of [packing.py](packing.py). Random weights and two trained models, as bfloat16; speeds beside a memcpy in
+the same run. torch {torch.__version__}, medians of {RUNS} runs of {shape} values.
+
+```
+{tabulate(sizes, headers=kinds, tablefmt="plain", disable_numparse=True)}
+```
+
+```
+{tabulate(speeds, headers=rates, tablefmt="plain", disable_numparse=True)}
+```
+"""
 
 
 def _weights(file: Path) -> Mapping[str, torch.Tensor]:
@@ -62,8 +76,7 @@ def _sizes(name: str, weights: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
             escapes += int((out[layout.body : layout.body + layout.segments * layout.room] >> 27 != 0).sum())
     values = sum(value.numel() for value in packed)
     bits = 8 * sum(Layout.of(value.numel()).nbytes for value in packed) / values
-    share = f"{100 * escapes / values:.3f} %"
-    return name, f"{len(large)}", f"{len(packed)}", f"{values / 1e6:.1f} M", f"{bits:.2f}", share
+    return name, f"{len(packed)}/{len(large)}", f"{bits:.2f}", f"{100 * escapes / values:.3f}"
 
 
 def _speeds(values: torch.Tensor) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The tables of the paper's evaluation, and the claims that must hold."""
+"""The figures of the paper's evaluation, a list of rows for each table of paper.json, and the claims that must hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paper_formulas import (
     mean_block,
     single_block_flops,
 )
-from tabulate import tabulate
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import Hardware
@@ -31,52 +30,50 @@ MEASURED = {("wan2.2-ti2v-5b", 81): {"resident": 1.302, "layerwise-barrier": 1.8
 REFERENCE_BYTES = 1.5
 
 
-def main_table(results: list[Result]) -> str:
+# A row of a table: heading to figure.
+Row = dict[str, Any]
+
+
+def arms_rows(results: list[Result]) -> list[Row]:
     rows = []
     for r in results:
         for arm, plan in r.plans.items():
             p = r.predicted(arm)
+            compute, collectives, stall, slowed = (round(100 * share) for share in breakdown(r, arm))
             rows.append(
-                (
-                    r.case.name if arm == "resident" else "",
-                    arm,
-                    f"{r.step(arm):.3f}",
-                    f"{r.step(arm) / r.step('layerwise'):.3f}",
-                    f"{r.step(arm) / r.step('resident'):.3f}",
-                    f"{p.exposed_s * r.case.forwards * 1e3:.0f}",
-                    f"{p.inflation_s * r.case.forwards * 1e3:.0f}",
-                    f"{plan.device_bytes / GIB:.2f}",
-                )
+                {
+                    "configuration": r.case.name,
+                    "arm": arm,
+                    "step, s": round(r.step(arm), 3),
+                    "to layerwise": round(r.step(arm) / r.step("layerwise"), 3),
+                    "to resident": round(r.step(arm) / r.step("resident"), 3),
+                    "exposed H2D, ms": round(p.exposed_s * r.case.forwards * 1e3),
+                    "collectives slowed, ms": round(p.inflation_s * r.case.forwards * 1e3),
+                    "weights, GiB": round(plan.device_bytes / GIB, 2),
+                    "compute, %": compute,
+                    "collectives, %": collectives,
+                    "H2D stall, %": stall,
+                    "contention, %": slowed,
+                }
             )
-    headers = (
-        "",
-        "arm",
-        "step, s",
-        "to layerwise",
-        "to resident",
-        "exposed H2D, ms",
-        "collectives slowed, ms",
-        "weights, GiB",
-    )
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return rows
 
 
-def measured_table(results: list[Result]) -> tuple[str, list[str]]:
-    rows, broken = [], []
-    for r in results:
-        for arm, seconds in MEASURED.get((r.case.model, r.case.size), {}).items():
-            off = r.step(arm) / seconds - 1
-            more = r.with_more_bytes(arm, REFERENCE_BYTES)
-            cells = (f"{seconds:.3f}", f"{r.step(arm):.3f}", f"{100 * off:+.1f} %")
-            rows.append((r.case.name, arm, *cells, f"{more:.3f}", f"{100 * (more / seconds - 1):+.1f} %"))
-            if abs(off) > 0.15:
-                broken.append(f"{r.case.name} {arm}: {100 * off:+.1f} % off the measured step")
-    return tabulate(
-        rows,
-        headers=("", "arm", "measured, s", "simulated, s", "", "at 1.5 times the bytes, s", ""),
-        tablefmt="github",
-        disable_numparse=True,
-    ), broken
+def measured_rows(results: list[Result]) -> list[Row]:
+    """The arms that were measured, as predicted, and with as many bytes a collective as the reference code has."""
+    return [
+        {
+            "configuration": r.case.name,
+            "arm": arm,
+            "measured, s": seconds,
+            "simulated, s": round(r.step(arm), 3),
+            "off, %": round(100 * (r.step(arm) / seconds - 1), 1),
+            "at 1.5 times the bytes, s": round(more := r.with_more_bytes(arm, REFERENCE_BYTES), 3),
+            "then off, %": round(100 * (more / seconds - 1), 1),
+        }
+        for r in results
+        for arm, seconds in MEASURED.get((r.case.model, r.case.size), {}).items()
+    ]
 
 
 def claims(results: list[Result]) -> list[str]:
@@ -89,6 +86,9 @@ def claims(results: list[Result]) -> list[str]:
             broken.append(f"{r.case.name}: the plan in layerwise's memory is slower than layerwise")
         if small.device_bytes > r.plans["layerwise"].device_bytes:
             broken.append(f"{r.case.name}: the plan at layerwise's step is larger than layerwise")
+        for arm, seconds in MEASURED.get((r.case.model, r.case.size), {}).items():
+            if abs(off := r.step(arm) / seconds - 1) > 0.15:
+                broken.append(f"{r.case.name} {arm}: {100 * off:+.1f} % off the measured step")
     return broken
 
 
@@ -105,27 +105,23 @@ def at_layerwise_step(results: list[Result]) -> list[Plan]:
     ]
 
 
-def equal_step_table(results: list[Result]) -> str:
+def equal_step_rows(results: list[Result]) -> list[Row]:
     rows = []
     for r, small in zip(results, at_layerwise_step(results), strict=True):
         base = r.plans["layerwise"].device_bytes
-        cells = (f"{r.step('layerwise'):.3f}", f"{base / GIB:.2f}", f"{small.device_bytes / GIB:.2f}")
-        rows.append((r.case.name, *cells, f"{100 * (1 - small.device_bytes / base):.0f} %"))
-    headers = ("", "step of layerwise, s", "its weights, GiB", "chunkflow's at that step, GiB", "less")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+        rows.append(
+            {
+                "configuration": r.case.name,
+                "step of layerwise, s": round(r.step("layerwise"), 3),
+                "its weights, GiB": round(base / GIB, 2),
+                "chunkflow's at that step, GiB": round(small.device_bytes / GIB, 2),
+                "less, %": round(100 * (1 - small.device_bytes / base)),
+            }
+        )
+    return rows
 
 
-def breakdown_table(results: list[Result]) -> str:
-    rows = []
-    for r in results:
-        for arm in r.plans:
-            parts = breakdown(r, arm)
-            rows.append((r.case.name if arm == "resident" else "", arm, *(f"{100 * p:.0f} %" for p in parts)))
-    headers = ("", "arm", "compute", "collectives", "H2D stall", "contention")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
-def chunk_table(results: list[Result], machine: Hardware) -> str:
+def chunk_rows(results: list[Result], machine: Hardware) -> list[Row]:
     rows = []
     for r in results:
         for size in (4, 16, 64, 256):
@@ -134,21 +130,20 @@ def chunk_table(results: list[Result], machine: Hardware) -> str:
             plan = place(r.problem, machine, chunk_bytes=nbytes, memory=r.plans["layerwise"].device_bytes)
             assert plan.predicted is not None
             rows.append(
-                (
-                    r.case.name if size == 4 else "",
-                    f"{size} MiB",
-                    f"{100 * tail / (tail + machine.chunk_s):.1f} %",
-                    f"{tail * 1e3:.2f}",
-                    f"{plan.predicted.step_s * r.case.forwards:.3f}",
-                    f"{plan.predicted.step_s / plan.predicted.resident_step_s:.3f}",
-                    f"{plan.device_bytes / GIB:.2f}",
-                )
+                {
+                    "configuration": r.case.name,
+                    "chunk, MiB": size,
+                    "link efficiency, %": round(100 * tail / (tail + machine.chunk_s), 1),
+                    "tail, ms": round(tail * 1e3, 2),
+                    "step, s": round(plan.predicted.step_s * r.case.forwards, 3),
+                    "to resident": round(plan.predicted.step_s / plan.predicted.resident_step_s, 3),
+                    "weights, GiB": round(plan.device_bytes / GIB, 2),
+                }
             )
-    headers = ("", "chunk", "link efficiency", "tail, ms", "step, s", "to resident", "weights, GiB")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return rows
 
 
-def residency_table(results: list[Result], machine: Hardware) -> str:
+def residency_rows(results: list[Result], machine: Hardware) -> list[Row]:
     rows = []
     for r in (r for r in results if r.case.size in (41, 4, 9)):
         planner = Planner(r.problem, Simulator(r.problem, machine, CHUNK))
@@ -158,20 +153,19 @@ def residency_table(results: list[Result], machine: Hardware) -> str:
             tried = [c for hard in (False, True) if (c := planner.candidate(residents, None, hard)) is not None]
             best = min(tried, key=lambda c: c.step_s)
             rows.append(
-                (
-                    r.case.name if share == 0 else "",
-                    f"{100 * share:.0f} %",
-                    f"{best.step_s * r.case.forwards:.3f}",
-                    f"{best.step_s / planner.resident.step_s:.3f}",
-                    f"{best.timeline.exposed_s * r.case.forwards * 1e3:.0f}",
-                    f"{builder.slots(best) / GIB:.2f}",
-                )
+                {
+                    "configuration": r.case.name,
+                    "resident chunks, %": round(100 * share),
+                    "step, s": round(best.step_s * r.case.forwards, 3),
+                    "to resident": round(best.step_s / planner.resident.step_s, 3),
+                    "exposed H2D, ms": round(best.timeline.exposed_s * r.case.forwards * 1e3),
+                    "weights, GiB": round(builder.slots(best) / GIB, 2),
+                }
             )
-    headers = ("", "resident chunks", "step, s", "to resident", "exposed H2D, ms", "weights, GiB")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return rows
 
 
-def critical_table() -> str:
+def critical_rows() -> list[Row]:
     """The paper's critical points, with its profiled block bytes and with those of the bf16 weights."""
     paper = {"peak": 756e12, "eta_comp": 0.60, "h2d": 31.5e9, "eta_pref": 0.89}
     wide = {"width": 3072, "mlp": 12288}
@@ -197,34 +191,25 @@ def critical_table() -> str:
             critical_point(lambda x, f=flops: f(x) / DEGREE, critical_flops(nbytes=nbytes, **paper))
             for nbytes in (profiled, true)
         )
-        rows.append((name, *(f"{p:.1f}" for p in points)))
-    headers = ("critical point", "with the paper's B_pref", "with the bytes of the weights")
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+        profiled_at, true_at = (round(p, 1) for p in points)
+        rows.append({"size": name, "with the paper's B_pref": profiled_at, "with the bytes of the weights": true_at})
+    return rows
 
 
-def roofline_table(results: list[Result], machine: Hardware) -> str:
+def roofline_rows(results: list[Result], machine: Hardware) -> list[Row]:
     critical = machine.flops("bfloat16") / machine.copy_rate
     rows = []
     for r in results:
         flops, nbytes = blocks_of(r.problem)
         rows.append(
-            (
-                r.case.name,
-                f"{flops / 1e12:.2f}",
-                f"{nbytes / 1e6:.0f}",
-                f"{flops / nbytes:,.0f}",
-                f"{flops / nbytes / critical:.2f}",
-                "yes" if flops / nbytes >= critical else "no",
-                "yes" if r.fits else "no",
-            )
+            {
+                "configuration": r.case.name,
+                "TFLOP a block and rank": round(flops / 1e12, 2),
+                "MB a block": round(nbytes / 1e6),
+                "FLOP/byte": round(flops / nbytes),
+                "of I*": round(flops / nbytes / critical, 2),
+                "F >= F*": flops / nbytes >= critical,
+                "fits the link beside collectives": r.fits,
+            }
         )
-    headers = (
-        "",
-        "TFLOP a block and rank",
-        "MB a block",
-        "FLOP/byte",
-        "of I*",
-        "F >= F*",
-        "fits the link beside collectives",
-    )
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return rows

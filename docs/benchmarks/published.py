@@ -3,8 +3,9 @@
 python docs/benchmarks/published.py --out docs/benchmarks/published.md
 
 A row says what was measured: a step, or a total over its steps, in which encoders and the decoder are.  ``attention``: the
-kernel, as stated or as the engine takes it (``kernel_stated``).  Tracing takes ten minutes on two cores; --cache FILE keeps
-the problems.
+kernel, as stated or as the engine takes it (``kernel_stated``).  What is predicted is written to the column ``predicted_s``
+of the same file, from which the page and the picture are made; ``--page-only`` predicts nothing.  Tracing takes ten minutes
+on two cores; --cache FILE keeps the problems.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ Problems = dict[tuple[Traced, bool], Problem]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A measured step, seconds.  ``total``: whether it is a total divided by the number of steps."""
+    """A measured step, seconds.  ``total``: whether it is a total divided by the number of steps.
+
+    ``predicted_s``: 0 if its hardware has no profile.
+    """
 
     model: str
     variant: str
@@ -61,6 +65,7 @@ class Row:
     total: bool
     seconds: float
     source: str
+    predicted_s: float
 
     @property
     def traced(self) -> Traced:
@@ -72,19 +77,14 @@ class Row:
         return self.offload not in ("none", "expert swap", "FSDP", "T5 on CPU")
 
     @property
+    def error(self) -> float:
+        """By what share of the measured step the predicted one is off, 0.05 for 5 % too long."""
+        return self.predicted_s / self.seconds - 1
+
+    @property
     def sharded(self) -> bool:
         """Whether each rank holds a part of the weights (FSDP), as those of the official code do where there are several."""
         return self.engine == "official" and self.ulysses > 1
-
-
-@dataclass(frozen=True)
-class Compared:
-    row: Row
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.row.seconds - 1
 
 
 def read(path: Path) -> list[Row]:
@@ -101,8 +101,20 @@ def _row(told: dict[str, str]) -> Row:
         "kernel_stated": told["kernel_stated"] == "yes",
         "total": told["measured"] == "total",
         "seconds": float(told["seconds"]),
+        "predicted_s": float(told.get("predicted_s") or 0),
     }
     return Row(**found)
+
+
+def keep(path: Path, predicted_s: Iterable[float | None]) -> None:
+    """Write what is predicted of each row of a file into the file."""
+    with path.open() as file:
+        told = list(csv.DictReader(file))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys((*told[0], "predicted_s")), lineterminator="\n")
+        writer.writeheader()
+        for row, step_s in zip(told, predicted_s, strict=True):
+            writer.writerow({**row, "predicted_s": "" if step_s is None else f"{step_s:.6g}"})
 
 
 def trace(what: Traced) -> tuple[Traced, Problem, Problem]:
@@ -129,7 +141,8 @@ def traces(wanted: Iterable[Traced], cache: Path | None) -> Problems:
     return found
 
 
-def compare(row: Row, problem: Problem) -> Compared:
+def predict(row: Row, problem: Problem) -> float:
+    """Seconds of the step of a row."""
     machine = load_profile(row.hardware)
     if row.attention != "auto":
         machine = machine.attending_by(row.attention)
@@ -137,7 +150,7 @@ def compare(row: Row, problem: Problem) -> Compared:
         problem = gathered(problem, row.ulysses)
     plan = place(problem, machine, policy=row.policy, chunk_bytes=DEFAULT_CHUNK_BYTES)
     assert plan.predicted is not None
-    return Compared(row, plan.predicted.step_s * preset(row.model).forwards)
+    return plan.predicted.step_s * preset(row.model).forwards
 
 
 def gathered(problem: Problem, ranks: int) -> Problem:
@@ -159,94 +172,88 @@ def gathered(problem: Problem, ranks: int) -> Problem:
     return replace(problem, collectives=tuple(sorted(made, key=lambda c: (c.before, c.until))))
 
 
-def rows_table(found: Sequence[Compared]) -> str:
-    rows = [
+def rows_table(rows: Sequence[Row]) -> str:
+    cells = [
         (
-            f"{c.row.model}, {c.row.variant}", c.row.card, c.row.ulysses, c.row.engine, c.row.attention,
-            "" if c.row.offload == "none" else c.row.offload, f"{c.row.seconds:.4g} s", f"{c.predicted:.4g} s",
-            f"{100 * c.error:+.1f} %", c.row.source,
+            r.model, f"{r.ulysses} x {r.card}", r.engine, r.attention, f"{r.seconds:.4g}", f"{r.predicted_s:.4g}",
+            f"{100 * r.error:+.1f}",
         )
-        for c in sorted(found, key=lambda c: c.error)
+        for r in sorted(rows, key=lambda r: r.error)
     ]  # fmt: skip
-    headers = ("model", "card", "cards", "engine", "attention", "offload", "measured", "predicted", "error", "source")
-    return tabulate(rows, headers=headers, tablefmt="github")
+    headers = ("model", "cards", "engine", "attention", "measured, s", "predicted, s", "error, %")
+    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def groups_table(found: Sequence[Compared], name: str, key: Callable[[Row], str]) -> str:
-    groups = defaultdict[str, list[float]](list)
-    for c in found:
-        groups[key(c.row)].append(c.error)
-    rows = [
-        (group, len(errors), f"{100 * fmean(errors):+.1f} %", f"{100 * median(map(abs, errors)):.1f} %")
-        for group, errors in sorted(groups.items())
-    ]
-    return tabulate(rows, headers=(name, "rows", "mean error", "median absolute error"), tablefmt="github")
+def groups_table(rows: Sequence[Row]) -> str:
+    """The errors by card, by engine, and by kernel of attention."""
+    keys: tuple[Callable[[Row], str], ...] = (
+        lambda r: r.card,
+        lambda r: r.engine,
+        lambda r: r.attention if r.kernel_stated else "kernel not stated",
+    )
+    cells = []
+    for key in keys:
+        groups = defaultdict[str, list[float]](list)
+        for row in rows:
+            groups[key(row)].append(100 * row.error)
+        cells += [
+            (name, len(errors), f"{fmean(errors):+.1f}", f"{median(map(abs, errors)):.1f}")
+            for name, errors in sorted(groups.items())
+        ]
+    headers = ("card, engine or kernel", "rows", "mean error, %", "median of its size, %")
+    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def page(found: Sequence[Compared], left_out: Sequence[Row]) -> str:
-    resident = [c for c in found if not c.row.streams]
-    steps, totals = ([c for c in resident if c.row.total is total] for total in (False, True))
-    streamed = [c for c in found if c.row.streams]
-    fused = [c for c in resident if c.row.fused and c.row.kernel_stated]
-    eager = [c for c in resident if not c.row.fused]
+def page(rows: Sequence[Row]) -> str:
+    known = [r for r in rows if r.predicted_s]
+    resident, streamed = ([r for r in known if r.streams is streams] for streams in (False, True))
+    fused = [r for r in resident if r.fused and r.kernel_stated]
+    eager = [r for r in resident if not r.fused]
 
-    def middle(some: Sequence[Compared]) -> str:
-        return f"{100 * median(abs(c.error) for c in some):.1f} % over {len(some)} rows"
+    def middle(some: Sequence[Row]) -> str:
+        return f"{100 * median(abs(r.error) for r in some):.1f} % over {len(some)} rows"
 
-    names = ", ".join(sorted({r.card for r in left_out}))
+    def ends(some: Sequence[Row]) -> str:
+        errors = [100 * r.error for r in some]
+        return f"{min(errors):+.1f} to {max(errors):+.1f} % over {len(errors)} rows"
+
+    steps, totals = ([r for r in resident if r.total is total] for total in (False, True))
+    names = ", ".join(sorted({r.card for r in rows if not r.predicted_s}))
     return f"""# Published step times beside predictions
 
 What others have measured, and what `chunkflow simulate` predicts for the same model, sizes, degree, attention kernel and
-lowering.
-Nothing here was run for this page; each row names its source. The official code of Wan shards weights over several cards:
-an all-gather for each block is predicted with the rest. Written by `make published`, from
-[published_steps.csv](published_steps.csv).
+lowering. Nothing was run for this page, which `make published` writes. [All rows](published_steps.csv), each with its
+source.
 
-Median absolute error: {middle(fused)} of compiled or fused engines whose kernel is stated, {middle(eager)} of eager code.
+Median absolute error: {middle(fused)} of compiled or fused engines whose kernel is stated,
+{middle(eager)} of eager code.
 
 **These are not predictions of unseen rows.** The share of the GEMM rate that models reach (`eta_gemm`: H100 and H200,
 A100, and the Ada cards) and the attention of the RTX 5090 were chosen with rows of this page at hand, so the errors say
 how well one rate for each kind of work describes them all. All other figures are from data sheets and measurements named
 in each profile.
-Quantised rows are predicted in bfloat16; where a kernel is not stated, the one that the engine takes is assumed.
 
 ![measured against predicted](published.png)
 
-## By card
+The compiled and fused rows whose kernel is stated:
 
-{groups_table(resident, "card", lambda r: r.card)}
+{rows_table(fused)}
 
-## By engine
+All rows without offload:
 
-{groups_table(resident, "engine", lambda r: r.engine)}
+{groups_table(resident)}
 
-## By attention kernel
-
-{groups_table(resident, "kernel", lambda r: r.attention if r.kernel_stated else "not stated")}
-
-## Steps
-
-A step that was timed, or the denoising alone.
-
-{rows_table(steps)}
-
-## Totals over steps
-
-Encoders, the decoder and the host's share are in these; they are predicted as steps, so the error says less.
-
-{rows_table(totals)}
-
-## With offload
-
-By other mechanisms than those that are predicted (`layerwise`).
-
-{rows_table(streamed)}
-
-Not predicted, for want of a profile: {names or "none"}.
+* Of steps that were timed, or the denoising alone, the error is {ends(steps)}.
+* Of totals over steps it is {ends(totals)}: encoders, the decoder and the host's share are in
+  these, so it says less.
+* With offload, by other mechanisms than the `layerwise` that is predicted, it is {ends(streamed)}.
+* The official code of Wan shards weights over several cards: an all-gather for each block is predicted with the rest.
+  Quantised rows are predicted in bfloat16; where a kernel is not stated, the one that the engine takes is assumed.
+* Not predicted, for want of a profile: {names or "none"}.
 """
 
 
-def draw(found: Sequence[Compared], path: Path) -> None:
+def draw(found: Sequence[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -254,13 +261,13 @@ def draw(found: Sequence[Compared], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 7), layout="constrained")
     for label, some in (
-        ("fused, a step", [c for c in found if c.row.fused and not c.row.total]),
-        ("fused, a total over steps", [c for c in found if c.row.fused and c.row.total]),
-        ("eager, a step", [c for c in found if not c.row.fused and not c.row.total]),
-        ("eager, a total over steps", [c for c in found if not c.row.fused and c.row.total]),
+        ("fused, a step", [c for c in found if c.fused and not c.total]),
+        ("fused, a total over steps", [c for c in found if c.fused and c.total]),
+        ("eager, a step", [c for c in found if not c.fused and not c.total]),
+        ("eager, a total over steps", [c for c in found if not c.fused and c.total]),
     ):
-        axes.scatter([c.row.seconds for c in some], [c.predicted for c in some], label=label, s=28, alpha=0.8)
-    ends = [min(c.row.seconds for c in found) / 1.5, max(c.row.seconds for c in found) * 1.5]
+        axes.scatter([c.seconds for c in some], [c.predicted_s for c in some], label=label, s=28, alpha=0.8)
+    ends = [min(c.seconds for c in found) / 1.5, max(c.seconds for c in found) * 1.5]
     axes.plot(ends, ends, color="0.3", linewidth=1)
     for factor in (0.8, 1.2):
         axes.plot(ends, [factor * e for e in ends], color="0.7", linewidth=1, linestyle="--")
@@ -275,15 +282,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like published_steps.csv")
+    parser.add_argument("--page-only", action="store_true", help="make the page of what the file has")
     parser.add_argument("--cache", type=Path, help="keep the traced problems in this file")
     arguments = parser.parse_args()
     rows = read(arguments.rows)
-    known = [row for row in rows if row.hardware in profile_names()]
-    problems = traces((row.traced for row in known), arguments.cache)
-    found = [compare(row, problems[row.traced, row.fused]) for row in known]
-    draw([c for c in found if not c.row.streams], arguments.out.with_suffix(".png"))
-    arguments.out.write_text(page(found, [row for row in rows if row not in known]))
-    print(page(found, []).split("![")[0])
+    if not arguments.page_only:
+        known = [row for row in rows if row.hardware in profile_names()]
+        problems = traces((row.traced for row in known), arguments.cache)
+        keep(arguments.rows, (predict(r, problems[r.traced, r.fused]) if r in known else None for r in rows))
+        rows = read(arguments.rows)
+    draw([row for row in rows if row.predicted_s and not row.streams], arguments.out.with_suffix(".png"))
+    arguments.out.write_text(page(rows))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,20 @@ Traces each model without weights for each number of ranks, and plays it on each
 simulate`` knows, and with weights on the ranks' devices (``--peers``).  Twenty minutes of one core, most of it tracing.
 
     python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
+
+Writes all figures as JSON beside the page, and the page and its picture from them; ``--page-only`` does only that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 from tqdm import tqdm
@@ -30,6 +34,7 @@ from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Region, RegionCost, Weight
+from chunkflow_compile.report.pictures import new_axes, save_figure
 from chunkflow_compile.simulate.sharded import play_sharded
 
 # A profile, how many of its cards are in the host, and the memory of a card in GB, by its data sheet.
@@ -60,6 +65,16 @@ HOST_LEAST, HOST, PEERS_LEAST, PEERS, MIX = (
 )
 # Less than this share of the bytes of all weights is a gain.
 GAIN = 0.9
+# The ways of the page and of the picture: heading, and color.
+SHOWN = {
+    "resident": ("resident", "#999999"),
+    HOST: ("host", "#2a6f97"),
+    PEERS: ("peers", "#8fb996"),
+    MIX: ("mix", "#b5523b"),
+    SHARDED[0]: ("DLO", "#e0a458"),
+    SHARDED[1]: ("HSDP", "#6a4c93"),
+}
+MARKERS = ("o", "s", "v", "^", "D")
 
 
 @dataclass(frozen=True)
@@ -141,13 +156,6 @@ def label(profile: str, ranks: int) -> str:
     return f"{ranks} x {profile}"
 
 
-def cell(reached: Reached | str, card: int) -> str:
-    if isinstance(reached, str):
-        return reached
-    gigabytes = reached.nbytes / 1e9
-    return f"{gigabytes:.1f} GB, {reached.step_s * 1e3:.0f} ms{', does not fit' if gigabytes > card else ''}"
-
-
 def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached] | None:
     """Of the ways that fit the card and take 1.02 times the resident step at most, the one of the fewest bytes."""
     base = reached["resident"]
@@ -160,34 +168,45 @@ def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reac
     return min(able, key=lambda pair: pair[1].nbytes, default=None)
 
 
-def sentences(models: Mapping[str, Mapping[str, Reached | str]], card: int) -> str:
-    """What is gained on a machine, a line a model."""
-    lines = []
-    for title, reached in models.items():
-        base, best = reached["resident"], smallest(reached, card)
-        assert isinstance(base, Reached)
-        if best is None:
-            fast = min(
-                (r.step_s, way) for way, r in reached.items() if isinstance(r, Reached) and r.nbytes <= 1e9 * card
-            )
-            said = f"no way that fits has the resident step; the fastest is {fast[1]}, {fast[0] / base.step_s:.2f} times it"
-        elif best[1].nbytes > GAIN * base.nbytes:
-            said = (
-                f"nothing is gained over all weights resident: at that step the least is {best[1].nbytes / 1e9:.1f} GB"
-            )
-        else:
-            way, nbytes = best[0], best[1].nbytes
-            said = f"the resident step in the fewest bytes: {way}, {nbytes / 1e9:.1f} of {base.nbytes / 1e9:.1f} GB"
-        lines.append(f"* {title}: {said}.")
-    split, whole = ([reached[way] for reached in models.values()] for way in (SHARDED[0], "layerwise"))
-    slower = [
-        title
-        for title, a, b in zip(models, split, whole, strict=True)
-        if isinstance(a, Reached) and isinstance(b, Reached) and a.step_s > b.step_s * 1.005
-    ]
-    if slower:
-        lines.append(f"* Copying a part each and gathering it is slower than copying all: {', '.join(slower)}.")
-    return "\n".join(lines)
+def fastest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached]:
+    """Of the ways that fit the card, the one of the shortest step."""
+    able = [(way, r) for way, r in reached.items() if isinstance(r, Reached) and r.nbytes <= 1e9 * card]
+    return min(able, key=lambda pair: (pair[1].step_s, pair[0]))
+
+
+def figures(found: Found) -> dict[str, Any]:
+    """All figures: GB and ms of each machine, model and way, and which way has the resident step in the fewest bytes."""
+    machines: dict[str, Any] = {}
+    for profile, ranks, card in MACHINES:
+        models = {}
+        for title, _, _ in MODELS:
+            reached = found[label(profile, ranks)][title]
+            base, best = reached["resident"], smallest(reached, card)
+            assert isinstance(base, Reached)
+            fast, quickest = fastest(reached, card)
+            models[title] = {
+                "ways": {
+                    way: r if isinstance(r, str) else {"GB": round(r.nbytes / 1e9, 1), "ms": round(r.step_s * 1e3)}
+                    for way, r in reached.items()
+                },
+                "resident step in the fewest bytes": best and best[0],
+                "gained": best is not None and best[1].nbytes <= GAIN * base.nbytes,
+                **(
+                    {}
+                    if best
+                    else {"fastest": fast, "times the resident step": round(quickest.step_s / base.step_s, 2)}
+                ),
+            }
+        why = load_profile(profile).why_no_peers(ranks)
+        machines[label(profile, ranks)] = {"card, GB": card, "why no peers": why, "models": models}
+    sizes = {title: str(replace(preset(name).sizes, **sizes)) for title, name, sizes in MODELS}
+    return {"sizes": sizes, "machines": machines, "published of Cosmos3-Super": published()}
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """Figures as JSON, a way in a line."""
+    text = json.dumps(found, indent=1)
+    return re.sub(r"\{\s+(\"GB\": [\d.]+,)\s+(\"ms\": \d+)\s+\}", r"{\1 \2}", text) + "\n"
 
 
 def cosmos(step_s: float, hardware: Hardware, ranks: int) -> Problem:
@@ -208,7 +227,7 @@ def cosmos(step_s: float, hardware: Hardware, ranks: int) -> Problem:
     return Problem(regions=regions, collectives=(), weights=weights, ranks=ranks)
 
 
-def published() -> str:
+def published() -> list[dict[str, Any]]:
     """What vLLM's blog of 2026-07-30 has of four B300, beside predictions."""
     rows = []
     for clip, layerwise, split, sharded in (("29 frames, 480p", 81.46, 30.79, 15.38), ("241, 720p", 0, 214.53, 210.05)):
@@ -219,50 +238,117 @@ def published() -> str:
         predicted = {"layerwise": plan.predicted.step_s}
         predicted |= {way: play_sharded(way, problem, machine, ranks).timeline.step_s for way in SHARDED}
         for (way, step_s), told in zip(predicted.items(), (layerwise, split, sharded), strict=True):
-            rows.append((clip, way, f"{told / steps:.2f} s" if told else "", f"{step_s:.2f} s"))
-    return tabulate(rows, headers=("clip", "way", "published, a step", "predicted"), tablefmt="github")
+            measured = round(told / steps, 2) if told else None
+            rows.append({"clip": clip, "way": way, "published, s": measured, "predicted, s": round(step_s, 2)})
+    return rows
 
 
-def page(found: Found) -> str:
-    parts = []
-    for profile, ranks, card in MACHINES:
-        models = {title: found[label(profile, ranks)][title] for title, _, _ in MODELS}
-        rows = [[way, *(cell(r[way], card) for r in models.values())] for way in next(iter(models.values()))]
-        why = load_profile(profile).why_no_peers(ranks)
-        note = f"\n\nNo peers: {why}" if why else ""
-        shown = tabulate(rows, headers=("way", *models), tablefmt="github")
-        parts.append(f"## {label(profile, ranks)}, {card} GB each\n\n{shown}{note}\n\n{sentences(models, card)}\n")
-    body = "\n".join(parts)
-    models = "; ".join(f"{title}: {replace(preset(name).sizes, **sizes)}" for title, name, sizes in MODELS)
+def table(machine: Mapping[str, Any]) -> str:
+    """A row for each model, a cell ``GB/ms`` for each of SHOWN.  Bold: as small as the smallest with the resident step."""
+    first = next(iter(machine["models"].values()))["ways"]
+    shown = [way for way in SHOWN if not isinstance(first[way], str)]
+    rows = []
+    for title, model in machine["models"].items():
+        ways, least = model["ways"], model["resident step in the fewest bytes"]
+        cells = []
+        for way in shown:
+            reached = ways[way]
+            text = f"{reached['GB']}/{reached['ms']}{'!' if reached['GB'] > machine['card, GB'] else ''}"
+            cells.append(f"**{text}**" if model["gained"] and reached == ways[least] else text)
+        rows.append([title, *cells])
+    return tabulate(
+        rows, headers=("GB/ms", *(SHOWN[way][0] for way in shown)), tablefmt="github", disable_numparse=True
+    )
+
+
+def unmet(machine: Mapping[str, Any]) -> str:
+    """The models for which nothing is gained over all weights resident, in a sentence or two."""
+    told = []
+    nothing = [t for t, m in machine["models"].items() if m["resident step in the fewest bytes"] and not m["gained"]]
+    if nothing:
+        told.append(f"Nothing is gained over all weights resident: {'; '.join(nothing)}.")
+    for title, model in machine["models"].items():
+        if model["resident step in the fewest bytes"] is None:
+            fast, times = model["fastest"], model["times the resident step"]
+            fast = SHOWN.get(fast, (fast,))[0]
+            told.append(
+                f"{title}: no way that fits has the resident step; the fastest, {fast}, takes {times} times as long."
+            )
+    slower = [
+        title
+        for title, model in machine["models"].items()
+        if model["ways"][SHARDED[0]]["ms"] > 1.005 * model["ways"]["layerwise"]["ms"]
+    ]
+    if slower:
+        told.append(f"DLO is slower than `layerwise`: {'; '.join(slower)}.")
+    return "\n".join(told)
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """A panel for each machine, a point for each model and way."""
+    figure, axes = new_axes(12, 7, columns=3, heights=(1.0, 1.0))
+    for panel, (name, machine) in zip(axes.flat, found["machines"].items(), strict=True):
+        for marker, model in zip(MARKERS, machine["models"].values(), strict=True):
+            base = model["ways"]["resident"]["ms"]
+            for way, (_, color) in SHOWN.items():
+                if not isinstance(reached := model["ways"][way], str):
+                    fits = reached["GB"] <= machine["card, GB"]
+                    face = color if fits else "none"
+                    panel.plot(
+                        reached["GB"],
+                        reached["ms"] / base,
+                        marker,
+                        color=color,
+                        markerfacecolor=face,
+                        markersize=6,
+                        alpha=0.8,
+                    )
+        panel.set(title=f"{name}, {machine['card, GB']} GB each", xscale="log", yscale="log", ylim=(0.85, 60))
+        panel.axvline(machine["card, GB"], linestyle=":", color="gray")
+    for panel in axes[-1]:
+        panel.set_xlabel("GB of weights on a card (dotted: the card)")
+    for row in axes:
+        row[0].set_ylabel("step, of resident")
+    for name, color in SHOWN.values():
+        axes[0, 0].plot([], [], "o", color=color, label=name)
+    for marker, (title, _, _) in zip(MARKERS, MODELS, strict=True):
+        axes[0, 0].plot([], [], marker, color="black", markerfacecolor="none", label=title)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=9)
+    save_figure(figure, path)
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page of the figures."""
+    body = "\n\n".join(
+        f"## {name}, {machine['card, GB']} GB each\n\n{table(machine)}\n\n{unmet(machine)}".rstrip()
+        for name, machine in found["machines"].items()
+    )
+    without = ", ".join(name for name, machine in found["machines"].items() if machine["why no peers"])
+    sizes = "; ".join(f"{title}: {size}" for title, size in found["sizes"].items())
     return f"""# Several GPUs on one host: what each way reaches
 
-Predicted by `chunkflow simulate`'s own functions; **no figure of the tables by machine is measured**. GB of weights on each
-card, and ms a step, of all calls in it. The ranks are those of Ulysses, all GPUs of the host. Activations are not counted;
-"does not fit" is said where the weights alone are more than a card. Of Wan2.2 A14B a step runs one of two experts, and that
-one is counted. Written by `make several-gpus`.
+Predicted by `chunkflow simulate`'s own functions; **no figure is measured**. GB of weights on each card, without
+activations, and ms a step of all calls in it, with Ulysses over all GPUs of the host. Of Wan2.2 A14B one of two experts runs
+in a step, and that one is counted. `make several-gpus` writes this page and [all figures](several_gpus.json), with
+`layerwise` and the least memory of host and peers.
 
-* `resident`, `layerwise`, `distributed-layerwise` (DLO) and `fsdp` (HSDP) are [the policies](../planning.md#simulation) of
-  `chunkflow simulate`; the last two are [other systems' ways](../planning.md#how-other-systems-use-several-gpus), without
-  the copies on the device around gathers and the host's work, which make their steps longer.
-* "host" is this project's plan with weights in host memory, in the least memory and in as much as `distributed-layerwise`
-  takes.
-* "peers" is it with [weights in pieces on the ranks' devices](../guide.md#weights-on-the-devices-of-other-ranks) (`--peers`),
-  in the least memory and in as much as `fsdp` takes.
-* "the mix" is the smallest plan within 1.02 times the resident step, of weights on the device, on the ranks' devices and in
-  host memory (`--peers auto`).
+* DLO and HSDP are the [policies](../planning.md#simulation) `distributed-layerwise` and `fsdp`:
+  [other systems' ways](../planning.md#how-other-systems-use-several-gpus), where published figures are beside predicted ones,
+  without copies around gathers and the host's work, which make their steps longer.
+* "host" is this project's plan with weights in host memory, in the bytes of DLO; "peers" with
+  [pieces on the ranks' devices](../guide.md#weights-on-the-devices-of-other-ranks) (`--peers`), in the bytes of HSDP.
+* "mix" is the smallest plan within 1.02 times the resident step, of weights on the device, on the ranks' devices and in host
+  memory (`--peers auto`).
 
-Regions are cut at collectives only, for all ways; chunks are of {CHUNK_BYTES >> 20} MiB. What the ranks share of the host's
-memory, `host_bandwidth` of each profile, is an assumption for all but the H100's host; so are the rates of pulls.
-Sizes: {models}.
+**Bold**: the resident step (1.02 times it at most) in the fewest bytes of all ways, where less than 0.9 of all are needed.
+"!": more than the card. Regions are cut at collectives only, chunks are of {CHUNK_BYTES >> 20} MiB. What the ranks share of
+the host's memory, `host_bandwidth` of each profile, is an assumption for all but the H100's host; so are the rates of pulls.
+No peers, for want of a `peer_bandwidth`: {without}. Sizes:
+{sizes}.
+
+![step over memory, of each way](several_gpus.png)
 
 {body}
-## Beside published figures
-
-Cosmos3-Super, 124 GB in 128 blocks, on four B300 with Ulysses, 35 steps (vLLM's blog of 2026-07-30; time of a whole clip over
-steps, so encoder and decoder are in it). Only sizes are known here: equal blocks, no exchanges, the profile `b200`, and as
-much compute as makes `fsdp` what was published, so that row is no prediction.
-
-{published()}
 """
 
 
@@ -270,9 +356,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, help="keep what is done in this file, and go on from it")
+    parser.add_argument(
+        "--page-only", action="store_true", help="make the page and the picture from the JSON beside it"
+    )
     arguments = parser.parse_args()
-    quiet_diffusers()
-    arguments.out.write_text(page(measure(arguments.cache)))
+    kept = arguments.out.with_suffix(".json")
+    if not arguments.page_only:
+        quiet_diffusers()
+        kept.write_text(as_text(figures(measure(arguments.cache))))
+    found = json.loads(kept.read_text())
+    draw(found, arguments.out.with_suffix(".png"))
+    arguments.out.write_text(page(found))
 
 
 if __name__ == "__main__":
