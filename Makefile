@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus readme-table dist clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table dist clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -179,6 +179,18 @@ several-gpus: $(VENV)/ready
 # The chart and the table of the README, from what was measured and planned; PLAN=--plan plans again, in twenty minutes.
 readme-table: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/readme_table.py $(PLAN)
+
+# Every transformer class of diffusers against eager, each way: 480 trials of 10 to 60 seconds, with the configurations of
+# diffusers' tests.  A run that was cut off goes on; without docs/models.jsonl it begins anew.  A trial that is bad is on the
+# page too.  bitsandbytes is for nf4.
+DIFFUSERS ?= build/diffusers
+models: $(VENV)/ready $(DIFFUSERS)
+	$(BIN)/pip install --quiet parameterized bitsandbytes
+	-$(FROM_SOURCE) $(BIN)/python tests/diffusers_classes.py $(DIFFUSERS) --out docs/models.jsonl
+	$(BIN)/python docs/benchmarks/models.py
+
+build/diffusers:
+	git clone --quiet --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers $@
 
 # torch first: otherwise pip chooses a build of torch as a dependency.
 $(VENV)/ready: pyproject.toml

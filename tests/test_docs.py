@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import pkgutil
 import re
 import runpy
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.options import ALIASES, Options
@@ -238,3 +240,27 @@ def test_the_call_that_the_page_of_the_architecture_shows_is_a_real_one() -> Non
     """What is written there by ``python docs/one_call.py --write``."""
     shown = runpy.run_path(str(ROOT / "docs" / "one_call.py"))["shown"]()
     assert f"\n{shown}\n" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+MODELS = ROOT / "docs" / "benchmarks" / "models.py"
+
+
+def test_the_page_of_models_is_what_its_trials_say(tmp_path: Path) -> None:
+    """And no server's column claims more than a test of its plug-in runs."""
+    run = runpy.run_path(str(MODELS))
+    rows = [json.loads(line) for line in (ROOT / "docs" / "models.jsonl").read_text().splitlines()]
+    page = run["page"](rows)
+    assert page == (ROOT / "docs" / "models.md").read_text()
+    assert len(page.split()) <= 700
+    equal = next(row for row in rows if row["result"] == "equal")
+    assert run["page"]([{**row, "result": "differs"} if row is equal else row for row in rows]) != page
+    for server, classes in run["SERVERS"].items():
+        text = "".join(path.read_text() for path in sorted((ROOT / "tests" / "servers").glob(f"*{server}*.py")))
+        for name, tests in classes.items():
+            assert f".{name}" in text and all(f"def {test}(" in text for test in tests.values()), name
+
+
+def test_trials_that_are_missing_are_one_sentence(tmp_path: Path) -> None:
+    done = run_python(str(MODELS), "--trials", str(tmp_path / "none.jsonl"), "--page", str(tmp_path / "page.md"))
+    assert done.returncode == 1 and not (tmp_path / "page.md").exists()
+    assert done.stderr == f"{tmp_path}/none.jsonl cannot be read (No such file or directory): make models writes it.\n"
