@@ -8,7 +8,20 @@ from pathlib import Path
 
 import pytest
 import readme_table
-from readme_table import BENCHMARKS, CARDS, CHART, CHUNKFLOW, GROUP, MODELS, PLAIN, README, measured, plan, planned, written
+from readme_table import (
+    BENCHMARKS,
+    CARDS,
+    CHART,
+    CHUNKFLOW,
+    GROUP,
+    MODELS,
+    PLAIN,
+    README,
+    measured,
+    plan,
+    planned,
+    written,
+)
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
@@ -40,13 +53,17 @@ def test_the_planner_says_so_still() -> None:
             assert way.nbytes == old[row.card].ways[name].nbytes
 
 
-def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ChunkflowError, match=r"h200\.json is missing: it has what was measured on the H200"):
         measured(tmp_path)
     shutil.copy(BENCHMARKS / "h100.json", tmp_path / "h200.json")
     with pytest.raises(ChunkflowError, match=r"h200\.json has no case 'wan2.2-ti2v-5b, frames 81'; it has flux"):
         measured(tmp_path)
-    with pytest.raises(ChunkflowError, match=r"planned.json is missing: it has the planned steps. Write it again with --plan"):
+    with pytest.raises(
+        ChunkflowError, match=r"planned.json is missing: it has the planned steps. Write it again with --plan"
+    ):
         planned(tmp_path / "planned.json")
     with pytest.raises(ChunkflowError, match=r"README.md has no place for the chart: put <!-- chart"):
         written("# ChunkFlow\n", [], measured())

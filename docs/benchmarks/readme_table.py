@@ -48,7 +48,13 @@ PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
 # Page, its case, the preset, the card, and the arms of ChunkFlow that are shown.
 MEASURED = (
     ("h200", "wan2.2-ti2v-5b, frames 81", "wan2.2-ti2v-5b", "H200", ("chunkflow",)),
-    ("h100", "flux.1-dev, height 1024, width 1024", "flux.1-dev", "H100", ("chunkflow", "chunkflow@25%", "chunkflow@50%")),
+    (
+        "h100",
+        "flux.1-dev, height 1024, width 1024",
+        "flux.1-dev",
+        "H100",
+        ("chunkflow", "chunkflow@25%", "chunkflow@50%"),
+    ),
 )
 MODELS = {
     "flux.1-dev": "FLUX.1-dev",
@@ -98,14 +104,18 @@ def measured(folder: Path = BENCHMARKS) -> list[Row]:
     for page, case, model, card, arms in MEASURED:
         path = folder / f"{page}.json"
         if not path.exists():
-            raise ChunkflowError(f"{path} is missing: it has what was measured on the {card}. Restore it from version control.")
+            raise ChunkflowError(
+                f"{path} is missing: it has what was measured on the {card}. Restore it from version control."
+            )
         cases = json.loads(path.read_text())["cases"]
         if case not in cases:
             raise ChunkflowError(f"{path} has no case {case!r}; it has {', '.join(cases)}.")
         found = cases[case]["record"]
         for arm in arms:
             named = {PLAIN: "inductor", GROUP: "diffusers-group-offload-compiled", CHUNKFLOW: arm}
-            ways = {way: Way(step_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a]) for way, a in named.items()}
+            ways = {
+                way: Way(step_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a]) for way, a in named.items()
+            }
             rows.append(Row(model=model, card=card, ways=ways, once_s=None, room=1 << 60, how="measured"))
     return rows
 
@@ -229,17 +239,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def digest(rows: Sequence[Row]) -> str:
     """Of what the chart shows, so that a stale one is found without drawing it."""
-    shown = json.dumps([{"card": r.card, "ways": {n: asdict(w) for n, w in r.ways.items()}} for r in rows], sort_keys=True)
+    shown = json.dumps(
+        [{"card": r.card, "ways": {n: asdict(w) for n, w in r.ways.items()}} for r in rows], sort_keys=True
+    )
     return sha256(shown.encode()).hexdigest()[:12]
 
 
 def headline(row: Row) -> str:
     """The first sentence with figures."""
     page, *_ = next(case for case in MEASURED if case[2:4] == (row.model, row.card))
-    plain, group, ours = (_cell(row, way) for way in (PLAIN, GROUP, CHUNKFLOW))
+    plain, group, ours = (_cell(row, way).replace(", ", " in ") for way in (PLAIN, GROUP, CHUNKFLOW))
     return (
-        f"Measured ([one {row.card}](docs/benchmarks/{page}.md), random weights): a step of {MODELS[row.model]} takes **{ours}**; "
-        f"plain `torch.compile` takes\n{plain}, diffusers' group offload {group}. Below: single cards, one of each."
+        f"Measured on [one {row.card}](docs/benchmarks/{page}.md): a step of {MODELS[row.model]} takes **{ours}** of the card, where plain\n"
+        f"`torch.compile` takes {plain}, and diffusers' group offload {group}."
     )
 
 
@@ -254,7 +266,7 @@ def written(readme: str, rows: Sequence[Row], shown: Sequence[Row]) -> str:
         _, end, after = rest.partition(END)
         if not begin or not end:
             raise ChunkflowError(
-                f"README.md has no place for the {name}: put {PART.format(name).strip()} before it and {END.strip()} after it."
+                f"README.md has no place for the {name}: put {PART.format(name).strip()} and {END.strip()} around it."
             )
         readme = f"{before}{begin}{body}\n{end}{after}"
     return readme
