@@ -176,6 +176,10 @@ published: $(VENV)/ready
 several-gpus: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 
+# The chart and the table of the README, from what was measured and planned; PLAN=--plan plans again, in twenty minutes.
+readme-table: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/readme_table.py $(PLAN)
+
 # Every transformer class of diffusers against eager, each way: 480 trials of 10 to 60 seconds, with the configurations of
 # diffusers' tests.  A run that was cut off goes on; without docs/models.jsonl it begins anew.  A trial that is bad is on the
 # page too.  bitsandbytes is for nf4.
