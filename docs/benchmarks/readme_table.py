@@ -250,9 +250,9 @@ def headline(row: Row) -> str:
     page, *_ = next(case for case in MEASURED if case[2:4] == (row.model, row.card))
     plain, group, ours = (_cell(row, way).replace(", ", " in ") for way in (PLAIN, GROUP, CHUNKFLOW))
     return (
-        f"Measured on [one {row.card}](docs/benchmarks/{page}.md), random weights: a step of {MODELS[row.model]} takes **{ours}** "
-        "of the card, where plain\n"
-        f"`torch.compile` takes {plain}, and diffusers' group offload {group}."
+        f"Measured on [one {row.card}](docs/benchmarks/{page}.md), random weights: "
+        f"a step of {MODELS[row.model]} takes **{ours}** of the card, where\n"
+        f"plain `torch.compile` takes {plain}, and diffusers' group offload {group}."
     )
 
 

@@ -92,7 +92,8 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
     share = 0.0
     while names and not tries.hidden and tries.best == names and share < 1:
         share += _SHARE_STEP
-        names -= frozenset(_spread(*_by_use(cut, names), _SHARE_STEP / (1 - share + _SHARE_STEP)))
+        fewer = frozenset(_spread(*_by_use(cut, names), _SHARE_STEP / (1 - share + _SHARE_STEP)))
+        names -= fewer
         tries.add(names)
     return tries.best
 
