@@ -248,7 +248,7 @@ def test_levels_of_a_decoder() -> None:
 
 
 def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """They are compiled for each size, and it is tried on symbols once."""
+    """They are compiled for each size, and not tried on symbols again, unless a thread has begun before another failed."""
     tried: list[bool] = []
 
     def lowered(module: Any, _: Any) -> Any:
@@ -263,4 +263,4 @@ def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: 
         assert decode() == [2, 4, 6, 8]
     (said, *rest) = [r.getMessage() for r in caplog.records if "each size" in r.getMessage()]
     assert "blocks.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
-    assert len(rest) == 1 and tried.count(True) == 2
+    assert len(rest) == 1 and 2 <= tried.count(True) <= 4
