@@ -125,9 +125,8 @@ MINUTES ?= 10
 soak: $(VENV)/ready
 	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
-# The pictures of the README.
+# The picture of the guide.
 docs: $(VENV)/ready
-	$(BIN)/chunkflow pipeline flux.1-dev --memory 12GiB --picture docs/generation.png
 	$(BIN)/chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --out docs/timeline.png
 
 bench: $(VENV)/ready
