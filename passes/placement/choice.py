@@ -151,10 +151,7 @@ def _with_room(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
 
 
 class _Tries:
-    """Sets of weights in a form, the best of which is kept.
-
-    ``first``: the plan for the cut as it is, None if there is none.  ``hidden``: whether it needs no other set.
-    """
+    """Sets of weights in a form, the best of which is kept.  ``hidden``: whether the cut as it is needs no other."""
 
     def __init__(
         self,
@@ -166,13 +163,12 @@ class _Tries:
     ) -> None:
         """``budget``: see :func:`to_peers`.  ``names``: those in the form in the cut."""
         self.best, self.hidden, self._least = names, False, math.inf
-        self.first: Plan | None = None
         self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
         with contextlib.suppress(ChunkflowError):  # packed, the regions may find room
-            self.first = first = plan(cut.problem)
-            assert first.predicted is not None
-            self.hidden = budget and first.predicted.step_s <= AS_GOOD * first.predicted.resident_step_s
-            self._least = self._measure(first) / AS_GOOD
+            given = plan(cut.problem)
+            assert given.predicted is not None
+            self.hidden = budget and given.predicted.step_s <= AS_GOOD * given.predicted.resident_step_s
+            self._least = self._measure(given) / AS_GOOD
 
     def add(self, names: frozenset[str]) -> Plan | None:
         """The plan with these weights in the form; None if there is none within the budget."""
