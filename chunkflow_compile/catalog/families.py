@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,11 @@ class Family:
 
 def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
+    # A pipeline with expand_timesteps (Wan2.2 5B) passes [batch, tokens], any other Wan pipeline [batch].
+    tokens = [math.prod(latent[2:]) // math.prod(config["patch_size"])] if shape.timestep == "token" else []
     return {
         "hidden_states": torch.randn(latent, generator=generator),
-        "timestep": torch.full((shape.batch,), 500.0),
+        "timestep": torch.full((shape.batch, *tokens), 500.0),
         "encoder_hidden_states": torch.randn(shape.batch, shape.text, config["text_dim"], generator=generator),
         "return_dict": False,
     }

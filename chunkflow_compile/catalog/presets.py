@@ -16,7 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.units import whole_number
 
-from .sizes import Config, Quantisation, Shape
+from .sizes import Config, Quantisation, Shape, Timestep
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +42,35 @@ class OutputSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
-    """A model.  ``forwards``: calls of the transformer per denoising step (2 with classifier-free guidance).
+class Workload:
+    """The calls that a case measured or planned: those of the transformer of preset ``model`` at ``sizes``.
 
-    ``spatial`` and ``temporal``: pixels and frames per latent element, patches of packed latents (FLUX) included.
+    ``timestep`` and ``forwards``: as in :class:`Preset`.
+    """
+
+    model: str
+    sizes: OutputSizes
+    timestep: Timestep
+    forwards: int
+
+    def __str__(self) -> str:
+        """Pixels and timesteps, such as 81 frames of 704x1280, one timestep per token."""
+        return f"{self.sizes}, one timestep per {self.timestep}"
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any]) -> Workload:
+        """The inverse of ``dataclasses.asdict``."""
+        return Workload(**{**body, "sizes": OutputSizes(**body["sizes"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model, called as its pipeline in diffusers calls it.
+
+    ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step, 2 if the pipeline calls it once
+    per branch of classifier-free guidance, 1 if guidance is distilled or both branches are one batch (``sizes.batch`` is
+    then 2).  ``timestep``: whether a call passes one timestep per sample or one per token.  ``spatial`` and ``temporal``:
+    pixels and frames per latent element, patches of packed latents (FLUX) included.
     """
 
     name: str
@@ -53,8 +78,15 @@ class Preset:
     config: Config
     sizes: OutputSizes
     forwards: int
+    timestep: Timestep = "sample"
     spatial: int
     temporal: int = 1
+
+    def workload(self, sizes: OutputSizes | None = None) -> Workload:
+        """The calls of this model at ``sizes``, or at its usual sizes."""
+        return Workload(
+            model=self.name, sizes=sizes or self.sizes, timestep=self.timestep, forwards=self.forwards
+        )
 
     def shape(self, sizes: OutputSizes) -> Shape:
         """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot decode to such pixels or frames."""
@@ -73,6 +105,7 @@ class Preset:
             height=sizes.height // self.spatial,
             width=sizes.width // self.spatial,
             text=sizes.text,
+            timestep=self.timestep,
         )
 
     def build(self, sizes: OutputSizes | None, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
@@ -151,8 +184,9 @@ PRESETS: Mapping[str, Preset] = {
             name="wan2.2-ti2v-5b",
             family="wan",
             config=_wan(heads=24, layers=30, mlp=14336, channels=48, out=48),
-            sizes=OutputSizes(height=704, width=1280, frames=81),
+            sizes=OutputSizes(height=704, width=1280, frames=121),
             forwards=2,
+            timestep="token",  # expand_timesteps in model_index.json
             spatial=16,
             temporal=4,
         ),
@@ -204,7 +238,7 @@ PRESETS: Mapping[str, Preset] = {
                 "text_embed_dim": 4096,
                 "pooled_projection_dim": 768,
             },
-            sizes=OutputSizes(height=720, width=1280, frames=33, text=256),
+            sizes=OutputSizes(height=720, width=1280, frames=129, text=256),
             forwards=1,
             spatial=8,
             temporal=4,

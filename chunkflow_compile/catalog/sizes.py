@@ -15,18 +15,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 Quantisation = Literal["int8", "fp8", "nf4"]
+# Form of the timestep argument of a transformer: one value per sample, or one per token (``expand_timesteps`` of Wan).
+Timestep = Literal["sample", "token"]
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of one call of a transformer: the latent, before it is cut into patches, and the text tokens."""
+    """Sizes of one call of a transformer: the latent, before it is cut into patches, the text tokens, and whether the
+    call passes one timestep per sample or one per token."""
 
     batch: int = 1
     frames: int = 1
     height: int
     width: int
     text: int
+    timestep: Timestep = "sample"
 
 
 @dataclass(frozen=True, kw_only=True)

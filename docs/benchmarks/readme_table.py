@@ -1,10 +1,11 @@
-"""The chart and the table of the README: steps measured on single cards, and steps planned for others.
+"""The chart and the table of the README: forwards measured on single GPUs, and forwards planned for others.
 
-    python docs/benchmarks/readme_table.py           # from the JSON of the cards' pages and from readme_planned.json
-    python docs/benchmarks/readme_table.py --plan    # first plans again: traces five models, twenty minutes of one core
+    python docs/benchmarks/readme_table.py           # from the JSON of the GPUs' pages and from readme_planned.json
+    python docs/benchmarks/readme_table.py --plan    # plans first: traces five models, twenty minutes of one core
 
-Measured steps are those of the cases in ``h100.json`` and ``h200.json``.  Planned ones are what ``chunkflow
-simulate`` predicts, on regions cut at blocks and collectives only.  Needs no network; the chart needs matplotlib.
+Measured forwards are those of the cases in ``h100.json`` and ``h200.json``.  Planned ones are what ``chunkflow
+simulate`` predicts, on regions cut at blocks and collectives only.  Every label (model, frames, resolution, form of the
+timestep, forwards per step) is made from the workload that a case records.  Needs no network; the chart needs matplotlib.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -23,7 +24,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.catalog.eager_cost import eager_cost
-from chunkflow_compile.catalog.presets import Preset, preset
+from chunkflow_compile.catalog.presets import Preset, Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -45,16 +46,10 @@ CHART = DOCS / "measured.png"
 # The script writes what lies between <!-- NAME: make readme-table --> and the end after it.
 PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
 
-# Page, its case, the preset, the card, and the arms of ChunkFlow that are shown.
+# Page, its case, the GPU, and the arms of ChunkFlow that are shown.
 MEASURED = (
-    ("h200", "wan2.2-ti2v-5b, frames 81", "wan2.2-ti2v-5b", "H200", ("chunkflow",)),
-    (
-        "h100",
-        "flux.1-dev, height 1024, width 1024",
-        "flux.1-dev",
-        "H100",
-        ("chunkflow", "chunkflow@25%", "chunkflow@50%"),
-    ),
+    ("h200", "wan2.2-ti2v-5b, frames 81", "H200", ("chunkflow",)),
+    ("h100", "flux.1-dev, height 1024, width 1024", "H100", ("chunkflow", "chunkflow@25%", "chunkflow@50%")),
 )
 MODELS = {
     "flux.1-dev": "FLUX.1-dev",
@@ -63,15 +58,33 @@ MODELS = {
     "wan2.2-t2v-a14b": "Wan2.2 A14B",
     "hunyuanvideo": "HunyuanVideo",
 }
-# Title, profile, ranks, and GiB of a card by its data sheet.
-CARDS = (
-    ("RTX 4090", "rtx-4090-pcie", 1, 24),
-    ("RTX 5090", "rtx-5090-pcie", 1, 32),
-    ("H100", "h100-nvlink", 1, 80),
-    ("8 x H100", "h100-nvlink", 8, 80),
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of one host: their profile, how many ranks run on them, and the nominal memory of each in GiB (data sheet)."""
+
+    profile: str
+    ranks: int
+    nominal_gib: int
+
+
+GPUS = {
+    "RTX 4090": Gpus("rtx-4090-pcie", 1, 24),
+    "RTX 5090": Gpus("rtx-5090-pcie", 1, 32),
+    "H100": Gpus("h100-nvlink", 1, 80),
+    "8 x H100": Gpus("h100-nvlink", 8, 80),
+    "H200": Gpus("h200", 1, 141),
+}
+# A way fits if its bytes are at most the nominal memory of a GPU less this, for the CUDA context, the workspaces of libraries
+# and fragmentation.  Memory that other processes hold is not subtracted.
+RESERVED_GIB = 1
+# Preset, GPUs, and sizes other than the usual ones.  The first is what the H200 measured with one timestep per sample, as
+# the pipeline calls the model.
+CASES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+    ("wan2.2-ti2v-5b", "H200", {"frames": 81}),
+    *((model, gpus, {}) for model in MODELS for gpus in ("RTX 4090", "RTX 5090", "H100", "8 x H100")),
 )
-# Of a card for the CUDA context, the libraries' work space and fragmentation.
-RESERVED = 1 << 30
 # As in several_gpus.py: regions cut at blocks and collectives only, and large chunks.
 GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
 PLAIN, GROUP, CHUNKFLOW = "plain", "group offload", "ChunkFlow"
@@ -79,102 +92,125 @@ PLAIN, GROUP, CHUNKFLOW = "plain", "group offload", "ChunkFlow"
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Seconds of a step, and bytes of weights and activations on each card."""
+    """Seconds of one forward, and bytes of weights and activations on each GPU."""
 
-    step_s: float
+    forward_s: float
     nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A model on a card.  ``ways``: by name; a way that does not fit has a step, too.  ``once_s``: seconds of copies a
-    generation under model offload, None if they were not measured.  ``room``: bytes that fit."""
+    """What was measured or planned of a workload on ``gpus``, a key of :data:`GPUS`.
 
-    model: str
-    card: str
+    ``ways``: by name; those that do not fit are included.  ``once_s``: seconds of copies per generation under model
+    offload, None if they were not measured.  ``how``: measured or planned.
+    """
+
+    workload: Workload
+    gpus: str
     ways: Mapping[str, Way]
     once_s: float | None
-    room: int
     how: str
+
+    @property
+    def available(self) -> int:
+        """Bytes of a GPU that a way may take: the nominal ones less those reserved."""
+        return GPUS[self.gpus].nominal_gib - RESERVED_GIB << 30
+
+    def fits(self, way: str) -> bool:
+        return self.ways[way].nbytes <= self.available
 
 
 def measured(folder: Path = BENCHMARKS) -> list[Row]:
     """The rows that were measured.  Raises ChunkflowError if a page's JSON, or a case of it, is missing."""
     rows = []
-    for page, case, model, card, arms in MEASURED:
+    for page, case, gpus, arms in MEASURED:
         path = folder / f"{page}.json"
         if not path.exists():
             raise ChunkflowError(
-                f"{path} is missing: it has what was measured on the {card}. Restore it from version control."
+                f"{path} is missing: it has what was measured on the {gpus}. Restore it from version control."
             )
         cases = json.loads(path.read_text())["cases"]
         if case not in cases:
             raise ChunkflowError(f"{path} has no case {case!r}; it has {', '.join(cases)}.")
-        found = cases[case]["record"]
+        workload, found = Workload.from_json(cases[case]["workload"]), cases[case]["record"]
         for arm in arms:
             named = {PLAIN: "inductor", GROUP: "diffusers-group-offload-compiled", CHUNKFLOW: arm}
-            ways = {
-                way: Way(step_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a]) for way, a in named.items()
+            ways = {  # a step of the benchmark is one forward
+                way: Way(forward_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a])
+                for way, a in named.items()
             }
-            rows.append(Row(model=model, card=card, ways=ways, once_s=None, room=1 << 60, how="measured"))
+            rows.append(Row(workload=workload, gpus=gpus, ways=ways, once_s=None, how="measured"))
     return rows
 
 
 def planned(path: Path = PLANNED) -> list[Row]:
     """The rows that are planned.  Raises ChunkflowError if their file is missing."""
     if not path.exists():
-        raise ChunkflowError(f"{path} is missing: it has the planned steps. Write it again with --plan.")
-    rows = []
-    for row in json.loads(path.read_text()):
-        ways = {name: Way(**way) for name, way in row.pop("ways").items()}
-        rows.append(Row(**row, ways=ways))
-    return rows
+        raise ChunkflowError(f"{path} is missing: it has the planned forwards. Write it again with --plan.")
+    return [_row(body) for body in json.loads(path.read_text())]
 
 
-def plan(model: str, ranks: int) -> list[Row]:
-    """A model on all cards in hosts of so many, traced once."""
-    known = preset(model)
-    cut = make_cut(replace(known.trace(ranks), fused=True), GROUP_BYTES)
-    activations = _activations(known) // ranks  # those of a rank are of its part of the tokens
+def _row(body: Mapping[str, Any]) -> Row:
+    ways = {name: Way(**way) for name, way in body["ways"].items()}
+    return Row(**{**body, "workload": Workload.from_json(body["workload"]), "ways": ways})
+
+
+def cases() -> Iterator[tuple[Workload, str]]:
+    """The workloads that are planned, each with its GPUs, in the order of the table."""
+    for model, gpus, sizes in CASES:
+        known = preset(model)
+        yield known.workload(replace(known.sizes, **sizes)), gpus
+
+
+def plan(workload: Workload, ranks: int) -> list[Row]:
+    """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
+    known = preset(workload.model)
+    cut = make_cut(replace(known.trace(ranks, workload.sizes), fused=True), GROUP_BYTES)
+    activations = _activations(known, workload) // ranks  # those of a rank are of its part of the tokens
     return [
-        _on(known, cut, activations, title, load_profile(profile), ranks, gib << 30)
-        for title, profile, count, gib in CARDS
-        if count == ranks
+        _on(workload, cut, activations, gpus)
+        for each, gpus in cases()
+        if each == workload and GPUS[gpus].ranks == ranks
     ]
 
 
-def _activations(known: Preset) -> int:
+def _activations(known: Preset, workload: Workload) -> int:
     import torch
 
-    cost = eager_cost(partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16)
-    return cost.activations
+    return eager_cost(partial(known.build, workload.sizes, torch.device("cpu")), torch.bfloat16).activations
 
 
-def _on(known: Preset, cut: Cut, activations: int, card: str, hardware: Hardware, ranks: int, capacity: int) -> Row:
-    problem, room = cut.problem, capacity - RESERVED
+def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
+    hardware, ranks, problem = load_profile(GPUS[gpus].profile), GPUS[gpus].ranks, cut.problem
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
     group = play_group_offload(problem, hardware)
     ways = {
-        PLAIN: _way(planned(problem, policy="resident"), known.forwards, activations),
-        GROUP: Way(step_s=group.timeline.step_s * known.forwards, nbytes=group.device_bytes + activations),
+        PLAIN: _way(planned(problem, policy="resident"), activations),
+        GROUP: Way(forward_s=group.timeline.step_s, nbytes=group.device_bytes + activations),
     }
+    row = Row(
+        workload=workload,
+        gpus=gpus,
+        ways=ways,
+        once_s=there_and_back_s(problem.total_bytes, hardware),
+        how="planned",
+    )
     smallest = partial(planned, slowdown=DEFAULT_SLOWDOWN)
     if not hardware.why_no_peers(ranks):
         rate = hardware.rate_beside_pulls(ranks)
         problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
     chosen = smallest(problem)
-    if chosen.device_bytes < group.device_bytes:  # in the same bytes, then
+    if chosen.device_bytes < group.device_bytes:  # give it the same bytes
         chosen = planned(problem, memory=group.device_bytes)
-    if chosen.device_bytes + activations > room:
-        chosen = planned(problem, memory=room - activations)
-    ways[CHUNKFLOW] = _way(chosen, known.forwards, activations)
-    once_s = there_and_back_s(problem.total_bytes, hardware)
-    return Row(model=known.name, card=card, ways=ways, once_s=once_s, room=room, how="planned")
+    if chosen.device_bytes + activations > row.available:
+        chosen = planned(problem, memory=row.available - activations)
+    return replace(row, ways={**ways, CHUNKFLOW: _way(chosen, activations)})
 
 
-def _way(plan: Plan, forwards: int, activations: int) -> Way:
+def _way(plan: Plan, activations: int) -> Way:
     assert plan.predicted is not None
-    return Way(step_s=plan.predicted.step_s * forwards, nbytes=plan.device_bytes + activations)
+    return Way(forward_s=plan.predicted.step_s, nbytes=plan.device_bytes + activations)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -294,19 +330,19 @@ def main(given: Sequence[str] | None = None) -> int:
 def _plan_again(models: Sequence[str]) -> None:
     """Plan the models, and keep the rows of others; the file is written after each."""
     quiet_diffusers()
-    order = [(model, title) for model in MODELS for title, *_ in CARDS]
-    for model, ranks in tqdm([(m, r) for m in models for r in sorted({c[2] for c in CARDS})], desc="models and ranks"):
-        new = plan(model, ranks)
-        replaced = {(row.model, row.card) for row in new}
-        kept = [row for row in (planned() if PLANNED.exists() else []) if (row.model, row.card) not in replaced]
-        rows = sorted([*kept, *new], key=lambda row: order.index((row.model, row.card)))
-        PLANNED.write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
+    order = list(cases())
+    todo = dict.fromkeys((w, GPUS[gpus].ranks) for w, gpus in order if w.model in models)
+    for workload, ranks in tqdm(todo, desc="workloads and ranks"):
+        found = {(row.workload, row.gpus): row for row in (planned() if PLANNED.exists() else [])}
+        found |= {(row.workload, row.gpus): row for row in plan(workload, ranks)}
+        rows = [_as_json(found[case]) for case in order if case in found]  # a case that is gone leaves no row
+        PLANNED.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def _as_json(row: Row) -> dict[str, Any]:
     body = asdict(row)
     for way in body["ways"].values():
-        way["step_s"] = round(way["step_s"], 6)
+        way["forward_s"] = round(way["forward_s"], 6)
     return body | {"once_s": None if row.once_s is None else round(row.once_s, 3)}
 
 
