@@ -136,7 +136,7 @@ def _title(job: Job) -> str:
     if job.link is not None and job.link.shared:
         link += " that all ranks share"
     if job.model is not None and job.model in PRESETS:
-        return f"{job.model}, {job.sizes or PRESETS[job.model].sizes}, random weights{link}"
+        return f"{job.model}, {PRESETS[job.model].workload(job.sizes)}, random weights{link}"
     if job.model is not None:
         return f"{job.model}{link}"
     blocks = f"{size.layers} blocks" if job.regime.family == "wan" else f"{size.layers} + {size.singles} blocks"

@@ -84,9 +84,7 @@ class Preset:
 
     def workload(self, sizes: OutputSizes | None = None) -> Workload:
         """The calls of this model at ``sizes``, or at its usual sizes."""
-        return Workload(
-            model=self.name, sizes=sizes or self.sizes, timestep=self.timestep, forwards=self.forwards
-        )
+        return Workload(model=self.name, sizes=sizes or self.sizes, timestep=self.timestep, forwards=self.forwards)
 
     def shape(self, sizes: OutputSizes) -> Shape:
         """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot decode to such pixels or frames."""

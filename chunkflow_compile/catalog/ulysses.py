@@ -16,6 +16,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.groups import group_of
 from chunkflow_compile.weights.modules import hooks_of
 
+# The input of a transformer that plans of diffusers split only if it has a value per token.
+_TIMESTEP = "timestep"
+
 
 def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = None) -> nn.Module:
     """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
@@ -50,10 +53,34 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
         model.enable_parallelism(config=config, cp_plan=plan)  # type: ignore[operator]
     finally:
         model.__dict__.pop("_resolve_parallel_config", None)
+    _split_timesteps(model)
     for module in model.modules():
         for hook in hooks_of(module).values():
             _look_up_arguments(getattr(hook, "module_forward_metadata", None))
     return model
+
+
+def _split_timesteps(model: Any) -> None:
+    """Split one timestep per token (Wan2.2 5B) as the tokens are, and leave one per sample whole.
+
+    The hook of diffusers for this split warns of one per sample, and a warning breaks the graph.
+    """
+    from diffusers.hooks.context_parallel import ContextParallelSplitHook
+    from diffusers.hooks.hooks import HookRegistry
+    from diffusers.models._modeling_parallel import ContextParallelInput
+
+    class TimestepSplitHook(ContextParallelSplitHook):
+        def _prepare_cp_input(self, x: torch.Tensor, cp_input: ContextParallelInput) -> torch.Tensor:
+            if x.dim() != cp_input.expected_dims:
+                return x
+            split: torch.Tensor = super()._prepare_cp_input(x, cp_input)
+            return split
+
+    for name, entry in (getattr(model, "_cp_plan", None) or {}).items():
+        if isinstance(entry, dict) and _TIMESTEP in entry:
+            registry = HookRegistry.check_if_exists_or_initialize(model.get_submodule(name))
+            hook = TimestepSplitHook({_TIMESTEP: entry[_TIMESTEP]}, model._parallel_config.context_parallel_config)
+            registry.register_hook(hook, "chunkflow_timestep")
 
 
 def _ulysses(degree: int, group: Any) -> Any:
@@ -217,9 +244,8 @@ def _look_up_arguments(metadata: Any) -> None:
 def parallel_plan(model: nn.Module) -> dict[str, Any]:
     """How a model's sequence is split and gathered, as a ``cp_plan`` of diffusers.
 
-    diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits a
-    per-token timestep; if the timestep is per sample, as in text-to-video, that split only warns, and the warning
-    breaks the graph, so it is left out.  Raises ChunkflowError if the model cannot be split, or is split already.
+    diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits the
+    timestep, which :func:`_split_timesteps` does instead.  Raises ChunkflowError if the model cannot be split, or is split already.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -243,9 +269,9 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
             "A model of your own splits its sequence itself, see examples/ulysses_dit.py."
         )
     return {
-        name: {k: v for k, v in entry.items() if k != "timestep"} if isinstance(entry, dict) else entry
+        name: {k: v for k, v in entry.items() if k != _TIMESTEP} if isinstance(entry, dict) else entry
         for name, entry in own.items()
-        if not (isinstance(entry, dict) and set(entry) == {"timestep"})
+        if not (isinstance(entry, dict) and set(entry) == {_TIMESTEP})
     }
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from chunkflow_compile.catalog.eager_cost import eager_cost
 from chunkflow_compile.catalog.families import FAMILIES, Family
 from chunkflow_compile.catalog.presets import PRESETS
-from chunkflow_compile.catalog.sizes import Shape
+from chunkflow_compile.catalog.sizes import Shape, Timestep
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.options import Options, parse_options
@@ -54,9 +54,10 @@ _PACKED = ("flux", "qwen-image")
 _EDGES, _FROM_HERE = (0.5, 1, 2), (1, 2, 3)
 # Parts of the budget: the rest that activations leave is rounded down to one of them, so that few plans are made.
 _PARTS = 16
-# Arguments of pipelines that sizes depend on, other than the edges: of the batch, and of a second branch of guidance.
+# Arguments of pipelines for the number of samples.
 _BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
-_SECOND_BRANCH = ("true_cfg_scale", "guidance_scale")
+# Arguments of pipelines without which true_cfg_scale has no effect.
+_NEGATIVE = ("negative_prompt", "negative_prompt_embeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +98,9 @@ class Admission:
 def admit(pipe: Any, **sizes: Any) -> Admission:
     """How long a request takes on an applied pipeline, and whether it fits the budget, before it runs.
 
-    ``sizes``: arguments of the pipeline's call that sizes depend on, such as ``height``, ``width``, ``num_frames``,
-    ``num_inference_steps``, ``guidance_scale``; those left out have the defaults of the call.  The first call traces the
+    ``sizes``: arguments of the pipeline's call that sizes and the number of forwards depend on, such as ``height``, ``width``,
+    ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` where the pipeline has
+    ``true_cfg_scale``; those left out have the defaults of the call.  The first call traces the
     transformer without weights, in a process of its own, which takes seconds to a minute; later ones take milliseconds.  It
     may be called while a request runs, and waits for none.
 
@@ -120,8 +122,8 @@ class Admitter:
     """What :func:`admit` needs of a pipeline, without the pipeline: it can be pickled, and asked in another process.
 
     ``defaults``: of the arguments of the call.  ``family``, ``config``, ``dtype``, ``ulysses``: of the transformer.
-    ``nbytes``: of its weights by name, which may be quantised.  ``spatial``, ``temporal``: pixels and frames of an element
-    of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of
+    ``nbytes``: of its weights by name, which may be quantised.  ``timestep``: whether a call of it has one per sample or
+    one per token.  ``spatial``, ``temporal``: pixels and frames of an element of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of
     apply.  ``budget``, ``usable``: bytes on the device, and those of them that plans may count on.  ``counted``: whether
     activations are.  ``forecasts``: by text and batch.
     """
@@ -132,6 +134,7 @@ class Admitter:
     config: Mapping[str, Any]
     dtype: torch.dtype
     ulysses: int
+    timestep: Timestep
     nbytes: Mapping[str, int]
     spatial: int
     temporal: int
@@ -168,6 +171,7 @@ class Admitter:
             config={name: value for name, value in config.items() if not name.startswith("_")},
             dtype=_dtype(model),
             ulysses=int(getattr(parallel, "ulysses_degree", None) or 1),
+            timestep="token" if pipe.config.get("expand_timesteps") else "sample",
             nbytes={
                 name.replace(".base_layer.", "."): sum(leaf.nbytes for _, leaf in leaves(tensor))
                 for name, tensor in tensors_of(model)
@@ -247,7 +251,13 @@ class Admitter:
         batch = next((int(given[name]) for name in _BATCH if given.get(name)), 1)
         padded = self.family != "qwen-image"  # whose prompts are as long as they are
         text = given.get("max_sequence_length") if padded else PRESETS["qwen-image"].sizes.text
-        return Shape(batch=batch, frames=(frames - 1) // self.temporal + 1, text=int(text or 512), **edges)
+        return Shape(
+            batch=batch,
+            frames=(frames - 1) // self.temporal + 1,
+            text=int(text or 512),
+            timestep=self.timestep,
+            **edges,
+        )
 
     def _traced(self, shape: Shape) -> _Forecast:
         """The transformer at three numbers of tokens, traced in a process of its own.
@@ -306,9 +316,12 @@ def _family(model: nn.Module) -> Family:
 
 
 def _branches(given: Mapping[str, Any]) -> int:
-    """Calls of the transformer in a step: two with classifier-free guidance."""
-    name = next((name for name in _SECOND_BRANCH if name in given), None)
-    return 2 if name is not None and (given[name] or 0) > 1 else 1
+    """Calls of the transformer per step: two with classifier-free guidance, each with one branch."""
+    if "true_cfg_scale" in given:  # guidance_scale is then an input of the transformer
+        guided = (given["true_cfg_scale"] or 0) > 1 and any(given.get(name) is not None for name in _NEGATIVE)
+    else:
+        guided = (given.get("guidance_scale") or 0) > 1
+    return 2 if guided else 1
 
 
 def _others(pipe: Any, budget: Budget) -> float:

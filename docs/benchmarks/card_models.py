@@ -23,6 +23,7 @@ import torch
 from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
+from chunkflow_compile.catalog.sizes import Timestep
 from chunkflow_compile.hardware.calibrate import BACKENDS
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import load_profile
@@ -39,20 +40,25 @@ KINDS = ("products", "attention", "other")
 
 @dataclass(frozen=True)
 class Case:
-    """A preset with so many ``blocks`` of each kind.  ``kernel``: of attention, empty for the one that torch takes."""
+    """A preset with so many ``blocks`` of each kind.  ``kernel``: of attention, empty for the one that torch takes.
+
+    ``timestep``: its form in the call, which is not the pipeline's in some cases that were measured.
+    """
 
     model: str
     blocks: Mapping[str, int]
     sizes: OutputSizes
     fused: bool
     kernel: str = ""
+    timestep: Timestep = "sample"
 
     @property
     def preset(self) -> Preset:
         known = preset(self.model)
-        return replace(known, config={**known.config, **self.blocks})
+        return replace(known, config={**known.config, **self.blocks}, timestep=self.timestep)
 
 
+# The sizes at which the H100 was measured.
 _MODELS: tuple[tuple[str, dict[str, int], OutputSizes], ...] = (
     ("flux.1-dev", {"num_layers": 4, "num_single_layers": 8}, OutputSizes(height=1024, width=1024)),
     ("qwen-image", {"num_layers": 8}, OutputSizes(height=1024, width=1024, text=64)),
@@ -65,7 +71,7 @@ _MODELS: tuple[tuple[str, dict[str, int], OutputSizes], ...] = (
     ),
 )
 CASES = tuple(
-    Case(model, blocks, sizes, fused, kernel)
+    Case(model, blocks, sizes, fused, kernel, preset(model).timestep)
     for fused, kernel in ((True, ""), (False, ""), (False, "fa2"), (False, "cudnn"))
     for model, blocks, sizes in _MODELS
 )
@@ -151,7 +157,14 @@ def measure_all(out: Path, seconds: float) -> None:
 
 
 def _name(found: Mapping[str, Any]) -> str:
-    return f"{found['model']}, {'compiled' if found['fused'] else 'eager'}, {found['kernel'] or 'as torch takes'}"
+    lowering, kernel = "compiled" if found["fused"] else "eager", found["kernel"] or "as torch takes"
+    return f"{found['model']}, one timestep per {_timestep(found)}, {lowering}, {kernel}"
+
+
+def _timestep(found: Mapping[str, Any]) -> Timestep:
+    """Files of earlier runs do not record it: they have one per sample."""
+    form: Timestep = found.get("timestep", "sample")
+    return form
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -174,10 +187,11 @@ def predicted(problem: Problem, machine: Hardware) -> dict[str, float]:
 
 
 def rows(measured: Sequence[Mapping[str, Any]], machine: Hardware) -> Iterator[list[object]]:
-    problems: dict[tuple[str, bool], Problem] = {}
+    problems: dict[tuple[str, str, bool], Problem] = {}
     for found in measured:
-        case = Case(found["model"], found["blocks"], OutputSizes(**found["sizes"]), found["fused"], found["kernel"])
-        key = case.model, case.fused
+        sizes = OutputSizes(**found["sizes"])
+        case = Case(found["model"], found["blocks"], sizes, found["fused"], found["kernel"], _timestep(found))
+        key = case.model, case.timestep, case.fused
         if key not in problems:
             problems[key] = make_cut(replace(case.preset.trace(1, case.sizes), fused=case.fused)).problem
         kernel = case.kernel or machine.attention
@@ -185,6 +199,7 @@ def rows(measured: Sequence[Mapping[str, Any]], machine: Hardware) -> Iterator[l
         step, parts = found["step_ms"], found["ms"]
         yield [
             case.model,
+            case.timestep,
             "compiled" if case.fused else "eager",
             kernel,
             f"{step:.1f}",
@@ -197,7 +212,7 @@ def rows(measured: Sequence[Mapping[str, Any]], machine: Hardware) -> Iterator[l
 
 
 HEADERS = (
-    "model", "lowering", "attention", "measured, ms", "predicted, ms", "error",
+    "model", "a timestep per", "lowering", "attention", "measured, ms", "predicted, ms", "error",
     *(f"{k}, measured / predicted" for k in KINDS), "kernels", "host, ms",
 )  # fmt: skip
 

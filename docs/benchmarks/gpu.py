@@ -13,7 +13,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from chunkflow_compile.bench.job import RESIDENT, Job, Transport
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import OWN_ARMS, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
-from chunkflow_compile.catalog.presets import PRESETS
+from chunkflow_compile.catalog.presets import PRESETS, Workload
 from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.calibrate import calibrate
 from chunkflow_compile.hardware.machine import device_name, look
@@ -53,7 +53,9 @@ THEIRS = (INDUCTOR, INDUCTOR_AGAIN, GROUP_OFFLOAD_COMPILED)
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size.  ``transport``: of two ranks on one card, by copy engines or by kernels; "processes" for one rank.
+    """A model at one size, called as its pipeline calls it; a step of the benchmark is one forward.
+
+    ``transport``: of two ranks on one card, by copy engines or by kernels; "processes" for one rank.
 
     ``seconds``: an estimate of compilation with empty caches and the first round: with less time left, it is not started.
     """
@@ -67,6 +69,12 @@ class Case:
     @property
     def ranks(self) -> int:
         return 1 if self.transport == "processes" else 2
+
+    @property
+    def workload(self) -> Workload | None:
+        """None for a small model."""
+        known = PRESETS.get(self.model)
+        return known and known.workload(replace(known.sizes, **self.sizes))
 
 
 # The most important first.  On a card of 500 TFLOP/s with a link of 50 GB/s, a forward of 5 or 12 billion weights takes
@@ -181,7 +189,8 @@ class Page:
         return bool(self._cases.get(_title(case), {}).get("record"))
 
     def add(self, case: Case, says: Sequence[str], record: object = None) -> None:
-        self._cases[_title(case)] = {"says": list(says), "record": record}
+        workload = case.workload and asdict(case.workload)
+        self._cases[_title(case)] = {"workload": workload, "says": list(says), "record": record}
         self._write()
 
     def _write(self) -> None:
@@ -205,7 +214,7 @@ def _job(case: Case, steps: int, hardware: str) -> Job:
         arms=parse_arms(case.arms),
         steps=steps,
         model=case.model if preset else None,
-        sizes=replace(preset.sizes, **case.sizes) if preset else None,
+        sizes=case.workload.sizes if case.workload else None,
         device="cuda",
         hardware=hardware,
         transport=case.transport,
@@ -214,7 +223,8 @@ def _job(case: Case, steps: int, hardware: str) -> Job:
 
 def _title(case: Case) -> str:
     sizes = [f"{k} {v}" for k, v in case.sizes.items()]
-    return ", ".join([case.model, *sizes, *([case.transport] if case.ranks > 1 else [])])
+    form = ["one timestep per token"] if case.workload and case.workload.timestep == "token" else []
+    return ", ".join([case.model, *sizes, *form, *([case.transport] if case.ranks > 1 else [])])
 
 
 def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from tabulate import tabulate
@@ -30,7 +31,6 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, place
@@ -218,87 +218,146 @@ def table(rows: Sequence[Row]) -> str:
     return tabulate(
         [
             (
-                MODELS[row.model],
-                row.card,
+                MODELS[row.workload.model],
+                row.workload.sizes,
+                row.workload.timestep,
+                row.workload.forwards,
+                row.gpus,
                 _cell(row, PLAIN),
-                "" if row.once_s is None else f"{row.once_s:.0f} s" if _fits(row, PLAIN) else "does not fit",
+                "" if row.once_s is None else f"{row.once_s:.0f} s" if row.fits(PLAIN) else "does not fit",
                 _cell(row, GROUP),
                 _cell(row, CHUNKFLOW),
                 row.how,
             )
             for row in rows
         ],
-        headers=("model", "card", "plain `torch.compile`", "model offload adds", "group offload", "**ChunkFlow**", ""),
+        headers=(
+            "model",
+            "output",
+            "a timestep per",
+            "forwards per step",
+            "GPU",
+            "`torch.compile`",
+            "model offload, extra per generation",
+            "group offload",
+            "**ChunkFlow**",
+            "",
+        ),
         tablefmt="github",
     )
 
 
-def _fits(row: Row, way: str) -> bool:
-    return row.ways[way].nbytes <= row.room
-
-
 def _cell(row: Row, way: str) -> str:
-    found = row.ways[way]
-    if not _fits(row, way):
-        return f"{found.nbytes / 2**30:.0f} GiB: does not fit"
-    step = f"{found.step_s:.1f} s" if found.step_s >= 10 else f"{found.step_s:.2f} s"
-    if found.step_s < 1:
-        step = f"{1e3 * found.step_s:.0f} ms"
-    return f"{step}, {found.nbytes / 2**30:.1f} GiB"
+    if not row.fits(way):
+        return f"{row.ways[way].nbytes / 2**30:.0f} GiB: does not fit"
+    return ", ".join(_figures(row.ways[way]))
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """The chart: steps and peak memory of what was measured.  Raises ChunkflowError without matplotlib."""
+def _figures(way: Way) -> tuple[str, str]:
+    """Time and memory, as text."""
+    time = f"{way.forward_s:.1f} s" if way.forward_s >= 10 else f"{way.forward_s:.2f} s"
+    if way.forward_s < 1:
+        time = f"{1e3 * way.forward_s:.0f} ms"
+    return time, f"{way.nbytes / 2**30:.1f} GiB"
+
+
+def groups(shown: Sequence[Row]) -> dict[str, dict[str, Way]]:
+    """The bars of the chart: for each workload on a GPU its label, and the ways by theirs."""
+    bars = dict[str, dict[str, Way]]()
+    for row in shown:
+        known, forwards = row.workload, f"{row.workload.forwards} forward{'s' * (row.workload.forwards > 1)} per step"
+        mine = bars.setdefault(f"{MODELS[known.model]}, {known}, {forwards}, {row.gpus}: {row.how}", {})
+        ours = f"{CHUNKFLOW}, {_figures(row.ways[CHUNKFLOW])[1]}"
+        mine |= {**row.ways, ours: row.ways[CHUNKFLOW]}
+        mine.pop(CHUNKFLOW)
+    return bars
+
+
+def draw(shown: Sequence[Row], path: Path) -> None:
+    """The chart.  Raises ChunkflowError without matplotlib."""
     check_picture(path)
-    figure, axes = new_axes(9.0, 2.9, columns=2)
-    labels, colours = list[str](), {PLAIN: "#9aa5b1", GROUP: "#f2a541", CHUNKFLOW: "#4c78a8"}
-    bars: list[tuple[Way, str]] = []
-    for before, row in zip([None, *rows], rows, strict=False):
-        again = before is not None and (before.model, before.card) == (row.model, row.card)
-        for way in [CHUNKFLOW] if again else [PLAIN, GROUP, CHUNKFLOW]:
-            bars.append((row.ways[way], way))
-            labels.append(f"{MODELS[row.model]}, {row.card}: {way}")
-    for axis, values, unit in zip(
-        axes,
-        ([1e3 * way.step_s for way, _ in bars], [way.nbytes / 2**30 for way, _ in bars]),
-        ("a step, ms", "peak of the card, GiB"),
-        strict=True,
-    ):
-        drawn = axis.barh(range(len(bars)), values, color=[colours[name] for _, name in bars], height=0.7)
-        axis.bar_label(drawn, fmt="%.0f" if unit.endswith("ms") else "%.1f", padding=3, fontsize=8)
-        axis.set(xlabel=unit, xlim=(0, 1.18 * max(values)))
-        axis.set_yticks(range(len(bars)), labels if axis is axes[0] else [""] * len(bars), fontsize=8)
+    bars = groups(shown)
+    figure, axes = new_axes(9.0, 1.1 + 0.21 * sum(1.5 + len(ways) for ways in bars.values()), columns=2)
+    colours = {PLAIN: "#9aa5b1", GROUP: "#f2a541", CHUNKFLOW: "#4c78a8"}
+    for axis, unit, scale in zip(axes, ("time of one forward, ms", "GPU memory, GiB"), (1e3, 2**-30), strict=True):
+        y, ticks, most = 0.0, dict[float, str](), 0.0
+        for title, ways in bars.items():
+            if axis is axes[0]:
+                axis.text(0, y, title, fontsize=8, weight="bold", va="center")
+            for name, way in ways.items():
+                y += 1
+                value = scale * (way.forward_s if scale > 1 else way.nbytes)
+                hatch = "" if title.endswith("measured") else "///"
+                color = colours[name.partition(",")[0]]
+                drawn = axis.barh(y, value, color=color, edgecolor="white", hatch=hatch, height=0.75)
+                axis.bar_label(drawn, fmt="%.0f" if scale > 1 else "%.1f", padding=3, fontsize=8)
+                ticks[y], most = name, max(most, value)
+            y += 1.5
+        axis.set(xlabel=unit, xlim=(0, 1.18 * most))
+        axis.set_yticks(list(ticks), ticks.values() if axis is axes[0] else [""] * len(ticks), fontsize=8)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
+        axis.patch.set_visible(False)  # titles reach over both
     save_figure(figure, path)
 
 
-def digest(rows: Sequence[Row]) -> str:
+def digest(shown: Sequence[Row]) -> str:
     """Of what the chart shows, so that a stale one is found without drawing it."""
-    shown = json.dumps(
-        [{"card": r.card, "ways": {n: asdict(w) for n, w in r.ways.items()}} for r in rows], sort_keys=True
+    bars = {title: {name: asdict(way) for name, way in ways.items()} for title, ways in groups(shown).items()}
+    return sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def pair(rows: Sequence[Row]) -> tuple[Row, Row]:
+    """The forward that was measured with another form of the timestep than the pipeline's, and the pipeline's, planned.
+
+    Raises ChunkflowError if there are no two such rows.
+    """
+    for row in rows:
+        as_called = replace(row.workload, timestep=preset(row.workload.model).timestep)
+        for other in rows:
+            if other.workload == as_called != row.workload and (other.gpus, row.how) == (row.gpus, "measured"):
+                return row, other
+    raise ChunkflowError("The planned forwards lack the measured one as the pipeline calls it. Plan it with --plan.")
+
+
+def all_rows() -> list[Row]:
+    """Those of the table, in its order: a measured workload, and the same as its pipeline calls it, come first."""
+    return sorted([*measured(), *planned()], key=lambda row: row.gpus != MEASURED[0][2])
+
+
+def in_chart(rows: Sequence[Row]) -> list[Row]:
+    """What was measured, and the planned row that belongs to one of these."""
+    return [row for row in rows if row.how == "measured" or row is pair(rows)[1]]
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """The first sentences with figures."""
+    run, called = pair(rows)
+    page = next(page for page, _, gpus, _ in MEASURED if gpus == run.gpus)
+
+    def figures(row: Row, way: str) -> str:
+        return " and ".join(_figures(row.ways[way]))
+
+    return fill(
+        f"Measured on [one {run.gpus}](docs/benchmarks/{page}.md) with random weights: one forward of "
+        f"{MODELS[run.workload.model]} ({run.workload}) takes **{figures(run, CHUNKFLOW)}** of GPU memory, versus "
+        f"{figures(run, PLAIN)} with `torch.compile` alone and {figures(run, GROUP)} with diffusers' group offload. "
+        f"The pipeline of this model passes one timestep per {called.workload.timestep} and runs {called.workload.forwards} "
+        f"forwards per step: such a forward ({called.workload}) is {called.how}, not measured, at "
+        f"{figures(called, CHUNKFLOW)}, versus {figures(called, PLAIN)} and {figures(called, GROUP)}.",
+        width=128,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return sha256(shown.encode()).hexdigest()[:12]
 
 
-def headline(row: Row) -> str:
-    """The first sentence with figures."""
-    page, *_ = next(case for case in MEASURED if case[2:4] == (row.model, row.card))
-    plain, group, ours = (_cell(row, way).replace(", ", " in ") for way in (PLAIN, GROUP, CHUNKFLOW))
-    return (
-        f"Measured on [one {row.card}](docs/benchmarks/{page}.md), random weights: "
-        f"a step of {MODELS[row.model]} takes **{ours}** of the card, where\n"
-        f"plain `torch.compile` takes {plain}, and diffusers' group offload {group}."
-    )
-
-
-def written(readme: str, rows: Sequence[Row], shown: Sequence[Row]) -> str:
-    """The README with this table, and with this chart's digest as its title.  ``shown``: of the chart.
+def written(readme: str, rows: Sequence[Row]) -> str:
+    """The README with the table of these rows, and with the digest of their chart as its title.
 
     Raises ChunkflowError if it has no place for one of them.
     """
-    chart = f'![step time and peak memory, measured on single cards](docs/{CHART.name} "{digest(shown)}")'
-    for name, body in (("chart", f"{headline(shown[0])}\n\n{chart}"), ("table", table(rows))):
+    chart = f'![time and GPU memory of one forward on single GPUs](docs/{CHART.name} "{digest(in_chart(rows))}")'
+    for name, body in (("chart", f"{headline(rows)}\n\n{chart}"), ("table", table(rows))):
         before, begin, rest = readme.partition(PART.format(name))
         _, end, after = rest.partition(END)
         if not begin or not end:
@@ -317,10 +376,10 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         if arguments.plan:
             _plan_again(arguments.models.split(","))
-        shown = measured()
-        rows = [*shown, *planned()]
-        draw(shown, CHART)
-        README.write_text(written(README.read_text(), rows, shown))
+        rows = all_rows()
+        text = written(README.read_text(), rows)
+        draw(in_chart(rows), CHART)
+        README.write_text(text)
     except ChunkflowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
