@@ -22,7 +22,7 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from chunkflow_compile.catalog.presets import preset
+from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
@@ -79,24 +79,29 @@ MARKERS = ("o", "s", "v", "^", "D")
 
 @dataclass(frozen=True)
 class Reached:
-    """Bytes of weights on each device, and seconds of a step."""
+    """Bytes of weights on each device, and seconds of one forward."""
 
     nbytes: int
-    step_s: float
+    forward_s: float
 
 
 # The profile and the number of its cards -> title of a model -> way -> what it reaches, or why there is none.
 Found = dict[str, dict[str, dict[str, Reached | str]]]
 
 
-def ways(cut: Cut, hardware: Hardware, ranks: int, calls: int) -> dict[str, Reached | str]:
-    """What a model reaches on so many ranks in each way.  ``calls``: of the model in a step."""
+def workloads() -> dict[str, Workload]:
+    """What is planned, by title."""
+    return {title: preset(name).workload(replace(preset(name).sizes, **sizes)) for title, name, sizes in MODELS}
+
+
+def ways(cut: Cut, hardware: Hardware, ranks: int) -> dict[str, Reached | str]:
+    """What a forward of a model reaches on so many ranks in each way."""
     problem = cut.problem
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
 
     def of(plan: Plan) -> Reached:
         assert plan.predicted is not None
-        return Reached(plan.device_bytes, plan.predicted.step_s * calls)
+        return Reached(plan.device_bytes, plan.predicted.step_s)
 
     found: dict[str, Reached | str] = {
         "resident": of(planned(problem, policy="resident")),
@@ -105,7 +110,7 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, calls: int) -> dict[str, Reac
     taken = {}
     for way in SHARDED:
         step = play_sharded(way, problem, hardware, ranks)
-        found[way] = Reached(step.device_bytes, step.timeline.step_s * calls)
+        found[way] = Reached(step.device_bytes, step.timeline.step_s)
         taken[way] = step.device_bytes
     split, sharded = SHARDED
     least = least_memory(problem, hardware, CHUNK_BYTES)
@@ -128,16 +133,15 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, calls: int) -> dict[str, Reac
 def measure(cache: Path | None) -> Found:
     """All of :data:`MACHINES` and :data:`MODELS`.  ``cache``: a file that keeps what is done."""
     done = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
-    todo = [(model, ranks) for model in MODELS for ranks in sorted({ranks for _, ranks, _ in MACHINES})]
-    for (title, name, sizes), ranks in tqdm(todo, desc="models and ranks"):
+    todo = [(case, ranks) for case in workloads().items() for ranks in sorted({ranks for _, ranks, _ in MACHINES})]
+    for (title, workload), ranks in tqdm(todo, desc="models and ranks"):
         machines = [profile for profile, count, _ in MACHINES if count == ranks]
         if all(title in done.get(label(profile, ranks), {}) for profile in machines):
             continue
-        known = preset(name)
-        traced = known.trace(ranks, replace(known.sizes, **sizes))
+        traced = preset(workload.model).trace(ranks, workload.sizes)
         cut = make_cut(replace(traced, fused=True), GROUP_BYTES)
         for profile in machines:
-            reached = ways(cut, load_profile(profile), ranks, known.forwards)
+            reached = ways(cut, load_profile(profile), ranks)
             done.setdefault(label(profile, ranks), {})[title] = {
                 way: asdict(r) if isinstance(r, Reached) else r for way, r in reached.items()
             }
@@ -163,15 +167,17 @@ def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reac
     able = [
         (way, r)
         for way, r in reached.items()
-        if isinstance(r, Reached) and r.nbytes <= 1e9 * card and r.step_s <= DEFAULT_SLOWDOWN * base.step_s * (1 + 1e-6)
+        if isinstance(r, Reached)
+        and r.nbytes <= 1e9 * card
+        and r.forward_s <= DEFAULT_SLOWDOWN * base.forward_s * (1 + 1e-6)
     ]
     return min(able, key=lambda pair: pair[1].nbytes, default=None)
 
 
 def fastest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached]:
-    """Of the ways that fit the card, the one of the shortest step."""
+    """Of the ways that fit the card, the one of the shortest forward."""
     able = [(way, r) for way, r in reached.items() if isinstance(r, Reached) and r.nbytes <= 1e9 * card]
-    return min(able, key=lambda pair: (pair[1].step_s, pair[0]))
+    return min(able, key=lambda pair: (pair[1].forward_s, pair[0]))
 
 
 def figures(found: Found) -> dict[str, Any]:
@@ -186,7 +192,7 @@ def figures(found: Found) -> dict[str, Any]:
             fast, quickest = fastest(reached, card)
             models[title] = {
                 "ways": {
-                    way: r if isinstance(r, str) else {"GB": round(r.nbytes / 1e9, 1), "ms": round(r.step_s * 1e3)}
+                    way: r if isinstance(r, str) else {"GB": round(r.nbytes / 1e9, 1), "ms": round(r.forward_s * 1e3)}
                     for way, r in reached.items()
                 },
                 "resident step in the fewest bytes": best and best[0],
@@ -194,13 +200,13 @@ def figures(found: Found) -> dict[str, Any]:
                 **(
                     {}
                     if best
-                    else {"fastest": fast, "times the resident step": round(quickest.step_s / base.step_s, 2)}
+                    else {"fastest": fast, "times the resident step": round(quickest.forward_s / base.forward_s, 2)}
                 ),
             }
         why = load_profile(profile).why_no_peers(ranks)
         machines[label(profile, ranks)] = {"card, GB": card, "why no peers": why, "models": models}
-    sizes = {title: str(replace(preset(name).sizes, **sizes)) for title, name, sizes in MODELS}
-    return {"sizes": sizes, "machines": machines, "published of Cosmos3-Super": published()}
+    called = {title: asdict(workload) for title, workload in workloads().items()}
+    return {"workloads": called, "machines": machines, "published of Cosmos3-Super": published()}
 
 
 def as_text(found: Mapping[str, Any]) -> str:
@@ -243,7 +249,7 @@ def published() -> list[dict[str, Any]]:
     return rows
 
 
-def table(machine: Mapping[str, Any]) -> str:
+def table(machine: Mapping[str, Any], called: Mapping[str, Workload]) -> str:
     """A row for each model, a cell ``GB/ms`` for each of SHOWN.  Bold: as small as the smallest with the resident step."""
     first = next(iter(machine["models"].values()))["ways"]
     shown = [way for way in SHOWN if not isinstance(first[way], str)]
@@ -255,10 +261,9 @@ def table(machine: Mapping[str, Any]) -> str:
             reached = ways[way]
             text = f"{reached['GB']}/{reached['ms']}{'!' if reached['GB'] > machine['card, GB'] else ''}"
             cells.append(f"**{text}**" if model["gained"] and reached == ways[least] else text)
-        rows.append([title, *cells])
-    return tabulate(
-        rows, headers=("GB/ms", *(SHOWN[way][0] for way in shown)), tablefmt="github", disable_numparse=True
-    )
+        rows.append([title, called[title].forwards, *cells])
+    headers = ("GB/ms", "forwards per step", *(SHOWN[way][0] for way in shown))
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def unmet(machine: Mapping[str, Any]) -> str:
@@ -272,7 +277,7 @@ def unmet(machine: Mapping[str, Any]) -> str:
             fast, times = model["fastest"], model["times the resident step"]
             fast = SHOWN.get(fast, (fast,))[0]
             told.append(
-                f"{title}: no way that fits has the resident step; the fastest, {fast}, takes {times} times as long."
+                f"{title}: no way that fits is as fast as the resident forward; the fastest, {fast}, takes {times} times as long."
             )
     slower = [
         title
@@ -308,7 +313,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     for panel in axes[-1]:
         panel.set_xlabel("GB of weights on a card (dotted: the card)")
     for row in axes:
-        row[0].set_ylabel("step, of resident")
+        row[0].set_ylabel("time of a forward / resident")
     for name, color in SHOWN.values():
         axes[0, 0].plot([], [], "o", color=color, label=name)
     for marker, (title, _, _) in zip(MARKERS, MODELS, strict=True):
@@ -319,34 +324,39 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 def page(found: Mapping[str, Any]) -> str:
     """The page of the figures."""
+    called = {title: Workload.from_json(workload) for title, workload in found["workloads"].items()}
     body = "\n\n".join(
-        f"## {name}, {machine['card, GB']} GB each\n\n{table(machine)}\n\n{unmet(machine)}".rstrip()
+        f"## {name}, {machine['card, GB']} GB each\n\n{table(machine, called)}\n\n{unmet(machine)}".rstrip()
         for name, machine in found["machines"].items()
     )
     without = ", ".join(name for name, machine in found["machines"].items() if machine["why no peers"])
-    sizes = "; ".join(f"{title}: {size}" for title, size in found["sizes"].items())
+    sizes = "\n".join(f"* {title}: {workload}." for title, workload in called.items())
     return f"""# Several GPUs on one host: what each way reaches
 
 Predicted by `chunkflow simulate`'s own functions; **no figure is measured**. GB of weights on each card, without
-activations, and ms a step of all calls in it, with Ulysses over all GPUs of the host. Of Wan2.2 A14B one of two experts runs
-in a step, and that one is counted. `make several-gpus` writes this page and [all figures](several_gpus.json), with
-`layerwise` and the least memory of host and peers.
+activations, and ms per forward, with Ulysses over all GPUs of the host. A denoising step runs as many forwards as its column
+says; of Wan2.2 A14B one of two experts runs in a step, and that one is counted. `make several-gpus` writes this page and
+[all figures](several_gpus.json), with `layerwise` and the least memory of host and peers.
 
 * DLO and HSDP are the [policies](../planning.md#simulation) `distributed-layerwise` and `fsdp`:
   [other systems' ways](../planning.md#how-other-systems-use-several-gpus), [beside published figures](#published),
   without copies around gathers and the host's work, which make their steps longer.
 * "host" is this project's plan with weights in host memory, in the bytes of DLO; "peers" with
   [pieces on the ranks' devices](../guide.md#weights-on-the-devices-of-other-ranks) (`--peers`), in the bytes of HSDP.
-* "mix" is the smallest plan within 1.02 times the resident step, of weights on the device, on the ranks' devices and in host
-  memory (`--peers auto`).
+* "mix" is the smallest plan within 1.02 times the resident forward, of weights on the device, on the ranks' devices and in
+  host memory (`--peers auto`).
 
-**Bold**: the resident step (1.02 times it at most) in the fewest bytes of all ways, where less than 0.9 of all are needed.
-"!": more than the card. Regions are cut at collectives only, chunks are of {CHUNK_BYTES >> 20} MiB. What the ranks share of
-the host's memory, `host_bandwidth` of each profile, is an assumption for all but the H100's host; so are the rates of pulls.
-No peers, for want of a `peer_bandwidth`: {without}. Sizes:
-{sizes}.
+**Bold**: the resident forward (1.02 times it at most) in the fewest bytes of all ways, where less than 0.9 of all are needed.
+"!": more weights than the card has memory by its data sheet. Regions are cut at collectives only, chunks are of
+{CHUNK_BYTES >> 20} MiB. What the ranks share of the host's memory, `host_bandwidth` of each profile, is an assumption for all
+but the H100's host; so are the rates of pulls.
+No peers, for want of a `peer_bandwidth`: {without}.
 
-![step over memory, of each way](several_gpus.png)
+Planned as each model's pipeline in diffusers calls it:
+
+{sizes}
+
+![time of a forward over memory, of each way](several_gpus.png)
 
 {body}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,30 @@ def test_streams_bitwise_equal_to_resident(
         on_ranks(on_rank, name, lowering)
     else:
         run_and_compare(name, lowering, degree)
+
+
+def on_rank_with_a_timestep_per_token(rank: int) -> None:
+    """Beside a model on one rank, to which all tokens of the sequence and their timesteps are given."""
+    size = replace(WIDE, timestep="token")
+    inputs = small_inputs("wan", size, 1)
+    tokens = inputs["timestep"].shape[1]
+    inputs["timestep"] *= torch.arange(tokens) / tokens  # each its own: a wrong part of them would show
+    whole, model, twin = (small_model("wan", size) for _ in range(3))
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    offload(model, min_bytes=OPTIONS["min_bytes"])
+    options = {**OPTIONS, "chunk_bytes": 1 << 18, "lowering": "eager"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    for _ in range(2):
+        output = run(**inputs)[0]
+    (runner,) = programs(model)
+    assert runner.measurements[-1].moved_bytes == runner.plan.moved_bytes > 0
+    assert torch.equal(output, twin(**inputs)[0])
+    torch.testing.assert_close(output, whole(**inputs)[0], atol=2e-5, rtol=1e-4)
+
+
+def test_a_timestep_per_token_is_split_as_the_tokens_are(on_ranks: Callable[..., None], no_grad: None) -> None:
+    on_ranks(on_rank_with_a_timestep_per_token)
 
 
 def test_ulysses_without_a_process_group_is_refused() -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from paper_formulas import dit_block_flops, double_block_flops, single_block_flops
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 from torch import nn
 
+from chunkflow_compile.catalog.families import FAMILIES
 from chunkflow_compile.catalog.presets import PRESETS, Preset
 from chunkflow_compile.catalog.quantised import quantised
+from chunkflow_compile.catalog.sizes import Shape
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.frontend.trace import trace
@@ -145,3 +148,49 @@ def test_flux_has_as_few_regions_as_its_plans_need() -> None:
         steps = [make_plan(problem, settings).predicted.step_s for problem in (finest.problem, cut.problem)]
         assert len(cut.regions) <= most and steps[1] <= 1.005 * steps[0], (share, len(cut.regions), steps)
         assert len({region.info.key for region in cut.regions}) < 20, "equal blocks are lowered once"
+
+
+# Preset -> the small pipeline of its class, and what its call is given for guidance as the model's card has it.
+PIPELINES = {
+    "wan2.2-ti2v-5b": "wan",
+    "wan2.2-t2v-a14b": "wan2.2",
+    "wan2.1-i2v-14b": "wan-i2v",
+    "flux.1-dev": "flux",
+    "hunyuanvideo": "hunyuanvideo",
+    "qwen-image": "qwen-image",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_makes_the_call_that_its_pipeline_makes(name: str) -> None:
+    """As many forwards per step, of one batch, with timesteps and latents of the same form."""
+    known, small = PRESETS[name], SMALL_PIPELINES[PIPELINES[name]]
+    pipe, calls = small_pipeline(PIPELINES[name]), list[dict[str, Any]]()
+    if name == "wan2.2-ti2v-5b":
+        pipe.register_to_config(expand_timesteps=True)  # as in the model_index.json of its repository
+    for model in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        if model is not None:
+            model.register_forward_pre_hook(lambda _m, _args, given: calls.append(given), with_kwargs=True)
+    small.generate(pipe)
+    steps = small.call["num_inference_steps"]
+    assert len(calls) == known.forwards * steps, "calls per step"
+    latent = calls[0]["hidden_states"].shape
+    if len(latent) == 5:
+        frames, height, width = latent[2:]
+    else:  # packed; the small outputs are square
+        frames, height, width = 1, *(round(latent[1] ** 0.5),) * 2
+    shape = Shape(
+        batch=known.sizes.batch,
+        frames=frames,
+        height=height,
+        width=width,
+        text=calls[0]["encoder_hidden_states"].shape[1],
+        timestep=known.timestep,
+    )
+    config = {"image_dim": 32, **pipe.transformer.config}
+    mine = FAMILIES[known.family].inputs(config, shape, None)
+    for call in calls:
+        given = {n: t for n, t in call.items() if isinstance(t, torch.Tensor) and n != "encoder_hidden_states_mask"}
+        tensors = {n: t for n, t in mine.items() if isinstance(t, torch.Tensor)}
+        assert {n: t.ndim for n, t in given.items()} == {n: t.ndim for n, t in tensors.items()}
+        assert all(given[n].shape == tensors[n].shape for n in ("hidden_states", "timestep"))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from typing import Any
 
 import pytest
 from helpers import graphs
+from pipelines import plain
 from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, programs, remove
+from chunkflow_compile.catalog.families import FAMILIES
 from chunkflow_compile.runtime.device_base import Device
+from chunkflow_compile.servers.admit import Admitter, _branches
 
 SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 
@@ -77,3 +81,45 @@ def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
     if "num_frames" in sizes:
         with pytest.raises(ChunkflowError, match="num_frames=6 is not 4 k"):
             admit(pipe, **{**sizes, "num_frames": 6})
+
+
+def test_it_traces_the_call_that_the_pipeline_makes() -> None:
+    """With expand_timesteps (Wan2.2 5B) a pipeline passes one timestep per token."""
+    flops, calls = {}, list[Any]()
+    for expand in (False, True):
+        pipe = small_pipeline("wan")
+        pipe.register_to_config(expand_timesteps=expand)
+        calls.clear()
+        hook = pipe.transformer.register_forward_pre_hook(
+            lambda _m, _args, given: calls.append(given), with_kwargs=True
+        )
+        SMALL_PIPELINES["wan"].generate(pipe)
+        hook.remove()
+        admitter = Admitter.of(apply(pipe, memory="2MiB", min_bytes=2048, lowering="eager"))
+        shape = admitter._shape({**SMALL_PIPELINES["wan"].call})
+        inputs = FAMILIES["wan"].inputs(admitter.config, shape, None)
+        assert {n: calls[0][n].shape for n in ("hidden_states", "timestep")} == {
+            n: inputs[n].shape for n in ("hidden_states", "timestep")
+        }
+        assert inputs["timestep"].ndim == 1 + expand
+        flops[expand] = sum(region.cost.flops for region in admitter.trace(shape).problems[1].regions)
+    assert flops[True] > flops[False], "the embedding of each timestep"
+
+
+@pytest.mark.parametrize("name", ["wan", "flux", "hunyuanvideo", "qwen-image"])
+@pytest.mark.parametrize("scale", [None, 1.0, 4.0])
+@pytest.mark.parametrize("negative", [None, "rain"])
+def test_it_counts_the_forwards_that_the_pipeline_runs(name: str, scale: float | None, negative: str | None) -> None:
+    """Guidance needs a scale, and in pipelines with true_cfg_scale a negative prompt too."""
+    pipe, calls = plain(name), list[Any]()
+    call: dict[str, Any] = {k: v for k, v in SMALL_PIPELINES[name].call.items() if k != "negative_prompt"}
+    known = "true_cfg_scale" if name != "wan" else "guidance_scale"
+    call |= {"num_inference_steps": 1, "output_type": "latent", "negative_prompt": negative}
+    call |= {} if scale is None else {known: scale}
+    hook = pipe.transformer.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        pipe(**call)
+    finally:
+        hook.remove()
+    defaults = {n: p.default for n, p in inspect.signature(type(pipe).__call__).parameters.items()}
+    assert len(calls) == _branches({**defaults, **call})

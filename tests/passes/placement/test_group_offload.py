@@ -9,7 +9,7 @@ import pytest
 from conftest import HERE
 from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
-from chunkflow_compile.catalog.presets import preset
+from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
@@ -70,18 +70,18 @@ def test_it_is_never_faster_than_layerwise(compute: float) -> None:
     assert layerwise is not None and step_s(found) >= layerwise.step_s
 
 
-# File of a card's steps -> its profile, and the model with its sizes.
-MEASURED = {"h100": ("h100-nvlink", "flux.1-dev", {}), "h200": ("h200", "wan2.2-ti2v-5b", {"frames": 81})}
+# File of what a GPU measured -> its profile.
+MEASURED = {"h100": "h100-nvlink", "h200": "h200"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("card", MEASURED)
 def test_steps_are_within_a_tenth_of_those_measured(card: str) -> None:
-    profile, name, sizes = MEASURED[card]
     (case,) = json.loads((HERE.parent / "docs" / "benchmarks" / f"{card}.json").read_text())["cases"].values()
     measured = {arm: found["step_s"] for arm, found in case["record"]["arms"].items()}
-    model, machine = preset(name), load_profile(profile)
-    found = make_cut(replace(model.trace(1, replace(model.sizes, **sizes)), fused=True)).problem
+    called, machine = Workload.from_json(case["workload"]), load_profile(MEASURED[card])
+    model = replace(preset(called.model), timestep=called.timestep)
+    found = make_cut(replace(model.trace(1, called.sizes), fused=True)).problem
     plain = place(found, machine, policy="resident").predicted
     assert plain is not None
     played: PlayedStep = play_group_offload(found, machine)
