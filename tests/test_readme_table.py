@@ -88,7 +88,8 @@ def labelled(workload: dict[str, Any]) -> dict[str, Any]:
 
 def table_labels(text: str) -> list[tuple[dict[str, Any], str, str]]:
     part = text.split("<!-- table:")[1].split("<!-- end -->")[0]
-    head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in part.splitlines()[1:])
+    lines = (line for line in part.splitlines() if line.startswith("|"))
+    head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
     assert head[:5] == ["model", "output", "a timestep per", "forwards per step", "GPU"]
     return [labels(*row[:5], row[-1]) for row in rows]
 
@@ -121,8 +122,8 @@ def test_every_label_of_the_first_lines_is_of_its_case() -> None:
     found = re.search(
         rf"Measured on \[one (.+?)\]\(docs/benchmarks/(\w+)\.md\).* one forward of ([\w. -]+) {form} takes (.+?) "
         rf"The pipeline of this model passes one timestep per (\w+) and runs (\d) forwards per step: "
-        rf"such a forward {form} is planned, not measured, at (.+?)\. ",
-        first + " ",
+        rf"such a forward {form} is planned, not measured, at (.+?);",
+        first,
     )
     assert found is not None, first
     gpus, page, model, output, run_form, run_figures, form, forwards, output_called, called_form, called_figures = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -87,7 +88,9 @@ CASES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
 )
 # As in several_gpus.py: regions cut at blocks and collectives only, and large chunks.
 GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
-PLAIN, GROUP, CHUNKFLOW = "plain", "group offload", "ChunkFlow"
+# Of a line of the README.
+WIDTH = 128
+PLAIN, GROUP, CHUNKFLOW = "torch.compile", "group offload", "ChunkFlow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,14 +240,30 @@ def table(rows: Sequence[Row]) -> str:
             "a timestep per",
             "forwards per step",
             "GPU",
-            "`torch.compile`",
+            f"`{PLAIN}`",
             "model offload, extra per generation",
-            "group offload",
-            "**ChunkFlow**",
+            GROUP,
+            f"**{CHUNKFLOW}**",
             "",
         ),
         tablefmt="github",
     )
+
+
+def legend() -> str:
+    """What "does not fit" compares with."""
+    nominal = ", ".join(f"{name} {gpus.nominal_gib} GiB" for name, gpus in GPUS.items() if gpus.ranks == 1)
+    return _filled(
+        f"*Does not fit*: weights and activations take more than the nominal memory of a GPU ({nominal}) less "
+        f"{RESERVED_GIB} GiB for the CUDA context, the workspaces of libraries and fragmentation. Memory that other "
+        "processes hold is not subtracted."
+    )
+
+
+def _filled(text: str) -> str:
+    """In lines of at most WIDTH, a number and its unit in one line."""
+    together = re.sub(r"(?<=\d) (?=s\b|ms|GiB)", "\u00a0", text)
+    return fill(together, width=WIDTH, break_long_words=False, break_on_hyphens=False).replace("\u00a0", " ")
 
 
 def _cell(row: Row, way: str) -> str:
@@ -283,7 +302,7 @@ def draw(shown: Sequence[Row], path: Path) -> None:
         y, ticks, most = 0.0, dict[float, str](), 0.0
         for title, ways in bars.items():
             if axis is axes[0]:
-                axis.text(0, y, title, fontsize=8, weight="bold", va="center")
+                axis.text(0, y, title, fontsize=8, weight="bold", va="center").set_in_layout(False)
             for name, way in ways.items():
                 y += 1
                 value = scale * (way.forward_s if scale > 1 else way.nbytes)
@@ -293,9 +312,8 @@ def draw(shown: Sequence[Row], path: Path) -> None:
                 axis.bar_label(drawn, fmt="%.0f" if scale > 1 else "%.1f", padding=3, fontsize=8)
                 ticks[y], most = name, max(most, value)
             y += 1.5
-        axis.set(xlabel=unit, xlim=(0, 1.18 * most))
+        axis.set(xlabel=unit, xlim=(0, 1.18 * most), ylim=(y - 0.75, -0.75))
         axis.set_yticks(list(ticks), ticks.values() if axis is axes[0] else [""] * len(ticks), fontsize=8)
-        axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
         axis.patch.set_visible(False)  # titles reach over both
     save_figure(figure, path)
@@ -327,7 +345,8 @@ def all_rows() -> list[Row]:
 
 def in_chart(rows: Sequence[Row]) -> list[Row]:
     """What was measured, and the planned row that belongs to one of these."""
-    return [row for row in rows if row.how == "measured" or row is pair(rows)[1]]
+    called = pair(rows)[1]
+    return [row for row in rows if row.how == "measured" or row is called]
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -338,16 +357,14 @@ def headline(rows: Sequence[Row]) -> str:
     def figures(row: Row, way: str) -> str:
         return " and ".join(_figures(row.ways[way]))
 
-    return fill(
+    return _filled(
         f"Measured on [one {run.gpus}](docs/benchmarks/{page}.md) with random weights: one forward of "
         f"{MODELS[run.workload.model]} ({run.workload}) takes **{figures(run, CHUNKFLOW)}** of GPU memory, versus "
         f"{figures(run, PLAIN)} with `torch.compile` alone and {figures(run, GROUP)} with diffusers' group offload. "
         f"The pipeline of this model passes one timestep per {called.workload.timestep} and runs {called.workload.forwards} "
         f"forwards per step: such a forward ({called.workload}) is {called.how}, not measured, at "
-        f"{figures(called, CHUNKFLOW)}, versus {figures(called, PLAIN)} and {figures(called, GROUP)}.",
-        width=128,
-        break_long_words=False,
-        break_on_hyphens=False,
+        f"{figures(called, CHUNKFLOW)}, versus {figures(called, PLAIN)}, and {figures(called, GROUP)}; planned memory counts "
+        "the activations of eager mode, an upper estimate."
     )
 
 
@@ -357,7 +374,7 @@ def written(readme: str, rows: Sequence[Row]) -> str:
     Raises ChunkflowError if it has no place for one of them.
     """
     chart = f'![time and GPU memory of one forward on single GPUs](docs/{CHART.name} "{digest(in_chart(rows))}")'
-    for name, body in (("chart", f"{headline(rows)}\n\n{chart}"), ("table", table(rows))):
+    for name, body in (("chart", f"{headline(rows)}\n\n{chart}"), ("table", f"{table(rows)}\n\n{legend()}")):
         before, begin, rest = readme.partition(PART.format(name))
         _, end, after = rest.partition(END)
         if not begin or not end:

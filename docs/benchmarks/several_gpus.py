@@ -277,7 +277,8 @@ def unmet(machine: Mapping[str, Any]) -> str:
             fast, times = model["fastest"], model["times the resident step"]
             fast = SHOWN.get(fast, (fast,))[0]
             told.append(
-                f"{title}: no way that fits is as fast as the resident forward; the fastest, {fast}, takes {times} times as long."
+                f"{title}: no way that fits is as fast as with all weights resident; the fastest, {fast}, takes {times} "
+                "times as long."
             )
     slower = [
         title

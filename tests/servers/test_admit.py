@@ -83,27 +83,21 @@ def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
             admit(pipe, **{**sizes, "num_frames": 6})
 
 
-def test_it_traces_the_call_that_the_pipeline_makes() -> None:
+@pytest.mark.parametrize("expand", [False, True])
+def test_it_traces_the_call_that_the_pipeline_makes(expand: bool) -> None:
     """With expand_timesteps (Wan2.2 5B) a pipeline passes one timestep per token."""
-    flops, calls = {}, list[Any]()
-    for expand in (False, True):
-        pipe = small_pipeline("wan")
-        pipe.register_to_config(expand_timesteps=expand)
-        calls.clear()
-        hook = pipe.transformer.register_forward_pre_hook(
-            lambda _m, _args, given: calls.append(given), with_kwargs=True
-        )
-        SMALL_PIPELINES["wan"].generate(pipe)
-        hook.remove()
-        admitter = Admitter.of(apply(pipe, memory="2MiB", min_bytes=2048, lowering="eager"))
-        shape = admitter._shape({**SMALL_PIPELINES["wan"].call})
-        inputs = FAMILIES["wan"].inputs(admitter.config, shape, None)
-        assert {n: calls[0][n].shape for n in ("hidden_states", "timestep")} == {
-            n: inputs[n].shape for n in ("hidden_states", "timestep")
-        }
-        assert inputs["timestep"].ndim == 1 + expand
-        flops[expand] = sum(region.cost.flops for region in admitter.trace(shape).problems[1].regions)
-    assert flops[True] > flops[False], "the embedding of each timestep"
+    small, calls = SMALL_PIPELINES["wan"], list[dict[str, Any]]()
+    pipe = small.build()
+    pipe.register_to_config(expand_timesteps=expand)
+    hook = pipe.transformer.register_forward_pre_hook(lambda _m, _args, given: calls.append(given), with_kwargs=True)
+    small.generate(pipe, output_type="latent")
+    hook.remove()
+    admitter = Admitter.of(apply(pipe, memory="2MiB", min_bytes=2048, lowering="eager"))
+    inputs = FAMILIES["wan"].inputs(admitter.config, admitter._shape({**small.call}), None)
+    assert [calls[0][n].shape for n in ("hidden_states", "timestep")] == [
+        inputs[n].shape for n in ("hidden_states", "timestep")
+    ]
+    assert inputs["timestep"].ndim == 1 + expand
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "hunyuanvideo", "qwen-image"])
