@@ -81,7 +81,8 @@ diffusers classes, traced without weights. Nothing here was run on a GPU. `make 
 figures](paper.json) and pictures: steps, [weights](paper_memory.png), [where the time goes](paper_breakdown.png),
 [roofline](paper_roofline.png).
 
-Steps are denoising steps (Wan: two forwards). `layerwise` fetches the whole next block while a block computes;
+Steps are denoising steps (Wan: two forwards), with the paper's numbers of frames and one timestep per sample, also for
+Wan2.2 5B, whose pipeline in diffusers passes one per token. `layerwise` fetches the whole next block while a block computes;
 `layerwise-barrier` also waits for it before the first all-to-all of each block, like the baseline of the paper's reference
 code; `chunkflow` is the smallest plan whose step is at most 2 % longer than with all weights resident (the default); *in its
 memory*, the fastest plan in that of layerwise; *at its step*, the smallest plan at that of layerwise. Weights are the arena

@@ -44,7 +44,7 @@ Problems = dict[tuple[Traced, bool], Problem]
 class Row:
     """A measured step, seconds.  ``total``: whether it is a total divided by the number of steps.
 
-    ``predicted_s``: 0 if its hardware has no profile.
+    ``predicted_s``: 0 if its hardware has no profile; ``timestep``: the form of the timestep that it is predicted with.
     """
 
     model: str
@@ -66,6 +66,7 @@ class Row:
     seconds: float
     source: str
     predicted_s: float
+    timestep: str
 
     @property
     def traced(self) -> Traced:
@@ -102,19 +103,21 @@ def _row(told: dict[str, str]) -> Row:
         "total": told["measured"] == "total",
         "seconds": float(told["seconds"]),
         "predicted_s": float(told.get("predicted_s") or 0),
+        "timestep": told.get("timestep", ""),
     }
     return Row(**found)
 
 
 def keep(path: Path, predicted_s: Iterable[float | None]) -> None:
-    """Write what is predicted of each row of a file into the file."""
+    """Write what is predicted of each row of a file, and with which form of the timestep, into the file."""
     with path.open() as file:
         told = list(csv.DictReader(file))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, dict.fromkeys((*told[0], "predicted_s")), lineterminator="\n")
+        writer = csv.DictWriter(file, dict.fromkeys((*told[0], "predicted_s", "timestep")), lineterminator="\n")
         writer.writeheader()
         for row, step_s in zip(told, predicted_s, strict=True):
-            writer.writerow({**row, "predicted_s": "" if step_s is None else f"{step_s:.6g}"})
+            form = "" if step_s is None else preset(row["model"]).timestep
+            writer.writerow({**row, "predicted_s": "" if step_s is None else f"{step_s:.6g}", "timestep": form})
 
 
 def trace(what: Traced) -> tuple[Traced, Problem, Problem]:
@@ -219,6 +222,13 @@ def page(rows: Sequence[Row]) -> str:
 
     steps, totals = ([r for r in resident if r.total is total] for total in (False, True))
     names = ", ".join(sorted({r.card for r in rows if not r.predicted_s}))
+    other = sorted({(r.model, r.timestep) for r in known if r.timestep != preset(r.model).timestep})
+    forms = "".join(
+        f"* `{model}` is predicted with one timestep per {form}; its pipeline passes one per {preset(model).timestep}.\n"
+        for model, form in other
+    )
+    counts = {r.model: preset(r.model).forwards for r in known}
+    forwards = ", ".join(f"{count} of `{model}`" for model, count in sorted(counts.items()))
     return f"""# Published step times beside predictions
 
 What others have measured, and what `chunkflow simulate` predicts for the same model, sizes, degree, attention kernel and
@@ -249,6 +259,8 @@ All rows without offload:
 * With offload, by other mechanisms than the `layerwise` that is predicted, it is {ends(streamed)}.
 * The official code of Wan shards weights over several cards: an all-gather for each block is predicted with the rest.
   Quantised rows are predicted in bfloat16; where a kernel is not stated, the one that the engine takes is assumed.
+* A step has as many forwards as the model's pipeline runs: {forwards}.
+{forms}\
 * Not predicted, for want of a profile: {names or "none"}.
 """
 

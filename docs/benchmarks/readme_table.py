@@ -302,7 +302,9 @@ def draw(shown: Sequence[Row], path: Path) -> None:
         y, ticks, most = 0.0, dict[float, str](), 0.0
         for title, ways in bars.items():
             if axis is axes[0]:
-                axis.text(0, y, title, fontsize=8, weight="bold", va="center").set_in_layout(False)
+                white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                axis.text(0, y, title, fontsize=8, weight="bold", va="center", bbox=white).set_in_layout(False)
+                axis.set_zorder(1)  # titles reach over the other axis
             for name, way in ways.items():
                 y += 1
                 value = scale * (way.forward_s if scale > 1 else way.nbytes)
@@ -315,7 +317,7 @@ def draw(shown: Sequence[Row], path: Path) -> None:
         axis.set(xlabel=unit, xlim=(0, 1.18 * most), ylim=(y - 0.75, -0.75))
         axis.set_yticks(list(ticks), ticks.values() if axis is axes[0] else [""] * len(ticks), fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.patch.set_visible(False)  # titles reach over both
+        axis.patch.set_visible(False)
     save_figure(figure, path)
 
 
