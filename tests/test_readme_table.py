@@ -90,7 +90,7 @@ def table_labels(text: str) -> list[tuple[dict[str, Any], str, str]]:
     part = text.split("<!-- table:")[1].split("<!-- end -->")[0]
     lines = (line for line in part.splitlines() if line.startswith("|"))
     head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
-    assert head[:5] == ["model", "output", "a timestep per", "forwards per step", "GPU"]
+    assert head[:5] == ["model", "output", "one timestep per", "forwards per step", "GPU"]
     return [labels(*row[:5], row[-1]) for row in rows]
 
 

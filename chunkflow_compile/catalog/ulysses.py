@@ -245,7 +245,8 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
     """How a model's sequence is split and gathered, as a ``cp_plan`` of diffusers.
 
     diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits the
-    timestep, which :func:`_split_timesteps` does instead.  Raises ChunkflowError if the model cannot be split, or is split already.
+    timestep, which :func:`_split_timesteps` does instead.  Raises ChunkflowError if the model cannot be split, or is split
+    already.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 

@@ -98,11 +98,11 @@ class Admission:
 def admit(pipe: Any, **sizes: Any) -> Admission:
     """How long a request takes on an applied pipeline, and whether it fits the budget, before it runs.
 
-    ``sizes``: arguments of the pipeline's call that sizes and the number of forwards depend on, such as ``height``, ``width``,
-    ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` where the pipeline has
-    ``true_cfg_scale``; those left out have the defaults of the call.  The first call traces the
-    transformer without weights, in a process of its own, which takes seconds to a minute; later ones take milliseconds.  It
-    may be called while a request runs, and waits for none.
+    ``sizes``: arguments of the pipeline's call that sizes and the number of forwards depend on, such as ``height``,
+    ``width``, ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` where the pipeline has
+    ``true_cfg_scale``; those left out have the defaults of the call.  The first call traces the transformer without weights,
+    in a process of its own, which takes seconds to a minute; later ones take milliseconds.  It may be called while a request
+    runs, and waits for none.
 
     Raises ChunkflowError for a pipeline that is not applied or whose transformer it does not know, for an unknown argument,
     and for a size that the model cannot take.
@@ -122,10 +122,11 @@ class Admitter:
     """What :func:`admit` needs of a pipeline, without the pipeline: it can be pickled, and asked in another process.
 
     ``defaults``: of the arguments of the call.  ``family``, ``config``, ``dtype``, ``ulysses``: of the transformer.
-    ``nbytes``: of its weights by name, which may be quantised.  ``timestep``: whether a call of it has one per sample or
-    one per token.  ``spatial``, ``temporal``: pixels and frames of an element of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of
-    apply.  ``budget``, ``usable``: bytes on the device, and those of them that plans may count on.  ``counted``: whether
-    activations are.  ``forecasts``: by text and batch.
+    ``nbytes``: of its weights by name, which may be quantised.  ``timestep``: whether the pipeline passes one per sample
+    or one per token.  ``spatial``, ``temporal``: pixels and frames of an element of the latent.  ``unit``: pixels that edges
+    are multiples of; ``edge``: the default one.  ``chosen``: the options of apply.  ``budget``, ``usable``: bytes on the
+    device, and those of them that plans may count on.  ``counted``: whether activations are.  ``forecasts``: by text and
+    batch.
     """
 
     pipeline: str

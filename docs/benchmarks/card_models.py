@@ -212,7 +212,7 @@ def rows(measured: Sequence[Mapping[str, Any]], machine: Hardware) -> Iterator[l
 
 
 HEADERS = (
-    "model", "a timestep per", "lowering", "attention", "measured, ms", "predicted, ms", "error",
+    "model", "one timestep per", "lowering", "attention", "measured, ms", "predicted, ms", "error",
     *(f"{k}, measured / predicted" for k in KINDS), "kernels", "host, ms",
 )  # fmt: skip
 

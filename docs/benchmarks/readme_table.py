@@ -237,7 +237,7 @@ def table(rows: Sequence[Row]) -> str:
         headers=(
             "model",
             "output",
-            "a timestep per",
+            "one timestep per",
             "forwards per step",
             "GPU",
             f"`{PLAIN}`",
