@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from typing import Any
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 TESTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -25,3 +26,18 @@ def warn_if_untested(version: str) -> None:
             "release.",
             stacklevel=2,
         )
+
+
+def backend_of(compiled: Any) -> Any:
+    """The backend of a function that torch.compile returned; None for any other object.
+
+    torch has no function for it: Dynamo's callback is in the closure of the function, and leads to the backend.
+    """
+    for cell in getattr(compiled, "__closure__", None) or ():
+        found: Any = cell.cell_contents
+        if not hasattr(found, "_torchdynamo_orig_backend"):
+            continue
+        while (inside := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
+            found = inside
+        return getattr(found, "compiler_fn", found)
+    return None

@@ -93,7 +93,13 @@ _NO_GOAL = (
 
 
 class CompilationError(ChunkflowError, BackendCompilerFailed):
-    """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend."""
+    """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend.
+
+    Its text is the error's own, without the backend's name before it and Dynamo's advice to report a bug after it.
+    """
+
+    def __str__(self) -> str:
+        return str(self.inner_exception)
 
 
 def chunkflow(
