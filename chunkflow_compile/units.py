@@ -95,8 +95,9 @@ def is_size(value: object) -> bool:
 
 def _read(value: object) -> tuple[Fraction, str, str] | None:
     """The bytes of a size, its number as text, and its unit in lower case; None for what is no size."""
-    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
-        return Fraction(int(value) if isinstance(value, Integral) else float(value)), f"{value}", ""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = int(value) if isinstance(value, Integral) else float(value)
+        return (Fraction(number), f"{value}", "") if math.isfinite(number) and number >= 0 else None
     match = _TEXT.fullmatch(value) if isinstance(value, str) else None
     if match is None or (unit := match[2].lower()) not in _LOWER:
         return None
@@ -112,7 +113,7 @@ def _refuse_missing_unit(value: object, what: str, nbytes: Fraction, number: str
     few = _MEANT_IN_MIB if isinstance(value, str) else _MEANT_IN_GIB
     if nbytes < few:
         meant = f"{number}{'GiB' if nbytes < _MEANT_IN_GIB else 'MiB'}"
-        raise ChunkflowError(f"{what}={value!r} is {number} bytes; did you mean {meant!r}?")
+        raise ChunkflowError(f"{what}={value!r} is {number} byte{'s' * (nbytes != 1)}; did you mean {meant!r}?")
 
 
 def _no_size(value: object, what: str) -> ChunkflowError:

@@ -112,7 +112,7 @@ def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[st
         return
     what = "This model" if model is not root or root._compiled_call_impl is not None else "A part of this model"
     fix = "call chunkflow_compile.restore(model) first, or pass a model that was never compiled."
-    if model is not root or not all(map(_is_ours, calls)):
+    if model is not root or not all(map(is_ours, calls)):
         fix = "pass the model itself, before torch.compile or module.compile() is called for it or for a part of it."
     raise ChunkflowError(f"{what} is compiled already: {fix}")
 
@@ -225,15 +225,15 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     bring_back(model, device)
     for root in roots:
         uncompile(root)
-    return model
+    return bring_back(model, device)  # a call of another thread may have placed it meanwhile
 
 
 def uncompile(model: nn.Module) -> None:
     """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``: the modules run eagerly again, also if a hook
     was removed or added since."""
     for module in model.modules():
-        if _is_ours(module._compiled_call_impl):
-            del module._compiled_call_impl
+        if is_ours(module._compiled_call_impl):
+            module.__dict__.pop("_compiled_call_impl", None)
         if (forward := module.__dict__.get("forward")) is not None and _eager(forward) is not forward:
             module.forward = _eager(forward)
             if module.forward == type(module).forward.__get__(module):
@@ -242,7 +242,7 @@ def uncompile(model: nn.Module) -> None:
             call.forward, call.original_forward = _eager(call.forward), _eager(call.original_forward)
 
 
-def _is_ours(call: Any) -> bool:
+def is_ours(call: Any) -> bool:
     """Whether the compiled call of a module is one of ChunkFlow."""
     return isinstance(call, Opened | Shown) or backend_of(call) in (chunkflow, _with_hooks)
 

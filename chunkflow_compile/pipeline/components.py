@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from chunkflow_compile.frontend.compile import is_ours
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
@@ -56,12 +57,13 @@ def _instead_of_pipeline(given: Any) -> str:
 def check_component(name: str, model: nn.Module, device: torch.device) -> None:
     """Raise ChunkflowError if a component cannot be placed."""
     what = f"pipe.{name} ({type(model).__name__})"
-    whole = any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())
-    if whole or _has_compiled_method(model):
-        raise ChunkflowError(
-            f"{what} is compiled already, and apply compiles it itself: call chunkflow_compile.restore(pipe.{name}) first if "
-            "ChunkFlow compiled it, or else pass a pipeline whose components are not compiled."
-        )
+    calls = [call for m in model.modules() if (call := m._compiled_call_impl) is not None]
+    wrapped = _has_compiled_method(model) or any(isinstance(m, OptimizedModule) for m in model.modules())
+    if calls or wrapped:
+        fix = "pass a pipeline whose components are not compiled, since apply compiles them."
+        if not wrapped and all(map(is_ours, calls)):
+            fix = f"call chunkflow_compile.restore(pipe.{name}) first, since apply compiles it itself."
+        raise ChunkflowError(f"{what} is compiled already: {fix}")
     if placement_of(model) is not None or placements_around(leaves_of(model)):
         raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
     if (hook := _moving_hook(model)) is not None:
