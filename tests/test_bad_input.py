@@ -166,7 +166,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda _: compile(lambda x: x), r"This function is no model: pass a torch.nn.Module"),  # type: ignore[arg-type]
     (compiled_before(lambda model: model), r"This model is compiled already"),
     (compiled_before(lambda model: model.blocks[0]), r"A part of this model is compiled already"),
-    (twice(compile, lowering="eager"), r"This model is compiled already: call chunkflow_compile.restore\(model\) first"),
+    (
+        twice(compile, lowering="eager"),
+        r"This model is compiled already: call chunkflow_compile.restore\(model\) first",
+    ),
     (lambda model: twice(compile, dtype=torch.bfloat16)(offload(model, min_bytes=64)), r"placed already, so dtype"),
     *(
         (under(config, name, way), rf"torch\.\w+\.config\.{name} .*{why}.*set it to False")

@@ -22,6 +22,7 @@ from chunkflow_compile import ChunkflowError, apply, compile, explain, offload, 
 from chunkflow_compile.cli import pipeline, target
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.options import ALIASES, BackendOptions, Options, PipelineOptions
+from chunkflow_compile.servers.settings import settings_from
 from chunkflow_compile.units import Size, parse_bytes
 
 EAGER: dict[str, Any] = {"min_bytes": 4096, "lowering": "eager"}
@@ -71,10 +72,14 @@ NO_UNIT = [
 BY_NAME = "takes all arguments but the first by name; did you mean"
 MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     *(
-        (lambda m, give=give, name=name, value=value: give(m, **{name: value}), re.sub(r"^memory=|and memory as", lambda found: found[0].replace("memory", name), said))
+        (
+            lambda m, give=give, name=name, value=value: give(m, **{name: value}),
+            re.sub(r"^memory=|and memory as", lambda found: found[0].replace("memory", name), said),
+        )
         for value, said in NO_UNIT
         for give, name in SIZES
     ),
+    (lambda _: settings_from({"CHUNKFLOW_MEMORY": "12"}), "CHUNKFLOW_MEMORY='12' is 12 bytes; did you mean '12GiB'?"),
     (lambda m: offload(m, min_bytes=0.5), "min_bytes=0.5 is a fraction of a byte: give whole bytes, or a text such as"),
     (lambda m: compile(m, chunk_bytes="1KB"), "Option chunk_bytes=1000 must be a multiple of 256, the alignment of"),
     (lambda m: apply(pipe(), "12GiB"), f"apply {BY_NAME} memory='12GiB'?"),
@@ -83,29 +88,59 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: apply(pipe(), {"memory": "8GiB"}), f"apply {BY_NAME} memory='8GiB'?"),
     (lambda m: compile(m, "12GiB"), f"compile {BY_NAME} memory='12GiB'?"),
     (lambda m: compile(m, "cuda:0"), f"compile {BY_NAME} device='cuda:0'?"),
-    (lambda m: offload(m, "12GiB"), "device='12GiB' is a size, not a device: a budget is memory='12GiB'; as device give"),
+    (
+        lambda m: offload(m, "12GiB"),
+        "device='12GiB' is a size, not a device: a budget is memory='12GiB'; as device give",
+    ),
     (lambda m: compile(m, device="12GiB"), "device='12GiB' is a size, not a device: a budget is memory='12GiB'; as "),
-    (lambda m: apply(pipe(), device="8G"), "device='8G' is a size, not a device: a budget is memory='8G'; as device give"),
+    (
+        lambda m: apply(pipe(), device="8G"),
+        "device='8G' is a size, not a device: a budget is memory='8G'; as device give",
+    ),
     (lambda m: apply(FLUX), f"not its name: load it first, pipe = DiffusionPipeline.from_pretrained('{FLUX}')."),
     (lambda m: apply(Path("/models/flux")), "load it first, pipe = DiffusionPipeline.from_pretrained('/models/flux')."),
-    (lambda m: apply(type(pipe())), "not the class WanPipeline: load one first, pipe = WanPipeline.from_pretrained(...)."),
+    (
+        lambda m: apply(type(pipe())),
+        "not the class WanPipeline: load one first, pipe = WanPipeline.from_pretrained(...).",
+    ),
     (lambda m: apply(pipe().components), "not dict: pass the pipeline itself, not its components."),
-    (lambda m: apply(m), "apply takes a diffusers pipeline, not Stack: one model is for chunkflow_compile.compile(model)."),
+    (
+        lambda m: apply(m),
+        "apply takes a diffusers pipeline, not Stack: one model is for chunkflow_compile.compile(model).",
+    ),
     (lambda m: apply(None), "apply takes a diffusers pipeline, not NoneType."),
     *(
-        (lambda m, f=f: f(pipe()), "This WanPipeline is no model, but a pipeline: call chunkflow_compile.apply(pipe), and ")
+        (
+            lambda m, f=f: f(pipe()),
+            "This WanPipeline is no model, but a pipeline: call chunkflow_compile.apply(pipe), and ",
+        )
         for f in (compile, offload, restore)
     ),
-    (lambda m: compile(FLUX), f"'{FLUX}' is a name, not a model: load it first, such as with FluxTransformer2DModel.from_"),  # type: ignore[arg-type]
-    (lambda m: offload(Path("/m")), "'/m' is a name, not a model: load it first, such as with FluxTransformer2DModel.from"),  # type: ignore[arg-type]
-    (lambda m: compile(Stack), "Stack is a class, not a model: pass an instance, as Stack.from_pretrained(...) returns."),  # type: ignore[arg-type]
+    (
+        lambda m: compile(FLUX),
+        f"'{FLUX}' is a name, not a model: load it first, such as with FluxTransformer2DModel.from_",
+    ),  # type: ignore[arg-type]
+    (
+        lambda m: offload(Path("/m")),
+        "'/m' is a name, not a model: load it first, such as with FluxTransformer2DModel.from",
+    ),  # type: ignore[arg-type]
+    (
+        lambda m: compile(Stack),
+        "Stack is a class, not a model: pass an instance, as Stack.from_pretrained(...) returns.",
+    ),  # type: ignore[arg-type]
     (lambda m: compile(m.forward), "This method is no model: pass a torch.nn.Module."),
-    (lambda m: remove(m), "remove takes a diffusers pipeline, not Stack: for one model, call chunkflow_compile.restore"),
+    (
+        lambda m: remove(m),
+        "remove takes a diffusers pipeline, not Stack: for one model, call chunkflow_compile.restore",
+    ),
     (lambda m: explain(FLUX), "This str is not applied: call chunkflow_compile.apply(pipe) first."),
     *((lambda m, f=f: f(m, memry=3), "Unknown option 'memry'; did you mean 'memory'? ") for f in (compile, called)),
     (lambda m: apply(pipe(), memry=3), "Unknown option 'memry'; did you mean 'memory'? Options are device, memory, "),
     (lambda m: called(m, device="cuda"), "Unknown option 'device'; did you mean "),
-    (torch.enable_grad()(called), "ChunkFlow runs inference only, and gradients are enabled: call the model under torch.no"),
+    (
+        torch.enable_grad()(called),
+        "ChunkFlow runs inference only, and gradients are enabled: call the model under torch.no",
+    ),
     (lambda m: called(m, memory="8KiB"), "memory=8.0 KiB is too little: the program needs "),
 ]
 
@@ -174,7 +209,9 @@ def test_sizes_as_people_write_them(no_grad: None) -> None:
     assert {given: parse_bytes(given, "memory") for given in ACCEPTED} == ACCEPTED
     assert parse_bytes(64, "chunk_bytes") == parse_bytes("64", "chunk_bytes") == 64, "whose name says that it is bytes"
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    compile(model, min_bytes="4KiB", chunk_bytes="4KiB", group_bytes=8e3, memory="40 KiB", lowering="eager", hardware="cpu")
+    compile(
+        model, min_bytes="4KiB", chunk_bytes="4KiB", group_bytes=8e3, memory="40 KiB", lowering="eager", hardware="cpu"
+    )
     assert torch.equal(model(x), twin(x))
     (program,) = chunkflow_compile.programs(model)[-1:]
     assert program.plan.streamed and program.plan.chunk_bytes == 4096
