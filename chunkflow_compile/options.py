@@ -56,7 +56,7 @@ _Keyword = TypedDict("_Keyword", {"yield": Yield}, total=False)
 
 
 class PipelineOptions(_Keyword, total=False):
-    """The options of the backend that ``apply`` takes, for type checkers and editors; :class:`Options` says what they mean."""
+    """The options of the backend that ``apply`` takes, for type checkers and editors.  :class:`Options` explains each."""
 
     hardware: str | Path | None
     min_bytes: Size

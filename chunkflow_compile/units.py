@@ -81,7 +81,7 @@ def parse_bytes(value: object, what: str) -> int:
     if (read := _read(value)) is None:
         raise _no_size(value, what)
     nbytes, number, unit = read
-    if not unit and not what.endswith("_bytes") and 0 < nbytes:
+    if not unit and not what.endswith("_bytes") and nbytes > 0:
         _refuse_missing_unit(value, what, nbytes, number)
     if unit in ("", "b") and nbytes.denominator != 1:
         raise ChunkflowError(f"{what}={value!r} is a fraction of a byte: give whole bytes, or a text such as '8GiB'.")

@@ -74,7 +74,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     *(
         (
             lambda m, give=give, name=name, value=value: give(m, **{name: value}),
-            re.sub(r"^memory=|and memory as", lambda found: found[0].replace("memory", name), said),
+            re.sub(r"^memory=|and memory as", lambda found, name=name: found[0].replace("memory", name), said),
         )
         for value, said in NO_UNIT
         for give, name in SIZES

@@ -131,8 +131,8 @@ def test_a_restore_that_raises_leaves_the_model_compiled() -> None:
 
 def test_a_restored_component_can_be_applied(quiet: None) -> None:
     pytest.importorskip("transformers")
-    from pipelines import is_plain, plain, same_weights
     from pipelines import EAGER as SMALL
+    from pipelines import is_plain, plain, same_weights
     from small_pipelines import small_pipeline
 
     pipe = small_pipeline("wan")

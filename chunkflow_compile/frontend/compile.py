@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Never, Unpack
@@ -72,7 +71,8 @@ def compile(
     run as a cycle: what the whole model would do as one program, without the time to trace every block.  A model
     without repeated blocks is compiled whole, and so is one with ``cudagraphs=True``.  :func:`restore` undoes it.
 
-    All arguments but the model are given by name.  ``device``, ``dtype``, ``share``, ``host_memory``, ``peers``: see :func:`offload`; a model that is placed already stays as
+    All arguments but the model are given by name.
+    ``device``, ``dtype``, ``share``, ``host_memory``, ``peers``: see :func:`offload`; a model that is placed already stays as
     it is.  ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
     are left open from the second compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options, for what is no model, or for a model that is
@@ -212,11 +212,11 @@ class Compiled:
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Undo :func:`compile` and :func:`offload`: the ordinary eager model again, bit for bit; return ``model``.
 
-    The parameters come back to where they came from, or to ``device`` if it is given.  No call that ChunkFlow compiled is left
-    on the model or its parts, also none of ``model.compile(backend="chunkflow")``; those of other backends stay.  What
-    ``torch.compile(model, backend="chunkflow")`` returned is not undone: the next call of *that* places the model again.
+    The parameters come back to where they came from, or to ``device`` if it is given.  The model and its parts keep no call
+    that ChunkFlow compiled, nor one of ``model.compile(backend="chunkflow")``; those of other backends stay.  The object that
+    ``torch.compile(model, backend="chunkflow")`` returned is not undone: calling that object places the model again.
     Restoring a part of a model that was placed as a whole restores the whole.  A model that is neither placed nor compiled is
-    left as it is.
+    left as it is.  Calls of other threads that are still compiling place the model again.
     Raises ChunkflowError if the device has too little memory, or if the model is in an applied pipeline.  After the former,
     the weights that do not fit stay offloaded and the model stays compiled.
     """

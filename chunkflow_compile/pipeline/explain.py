@@ -41,7 +41,7 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     ran = [p for p in programs(compiled) if p.measurements]
     if not ran:
         raise ChunkflowError(
-            "No program of this model has run yet, or restore() has ended them: compile it with ChunkFlow and call it first."
+            "No program of this model has run yet: compile it with ChunkFlow and call it first, also after restore."
         )
     first_step = first_step_phases(compilation_time_metrics)
     running = cycles(compiled)

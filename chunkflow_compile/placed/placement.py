@@ -299,7 +299,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _no_model(given: Any) -> str:
     """Why an argument is no model, and what to pass instead."""
     if isinstance(given, type):
-        return f"{given.__name__} is a class, not a model: pass an instance, as {given.__name__}.from_pretrained(...) returns."
+        name = given.__name__
+        return f"{name} is a class, not a model: pass an instance, as {name}.from_pretrained(...) returns."
     if isinstance(given, str | Path):
         return (
             f"{str(given)!r} is a name, not a model: load it first, such as with "

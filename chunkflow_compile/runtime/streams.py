@@ -161,7 +161,7 @@ class Engine:
         with self.bell.lock:
             if self._closed:
                 raise ChunkflowError(
-                    f"The {stream.name} stream is closed, because the model was restored: compile the model again to stream it."
+                    f"The {stream.name} stream is closed, because the model was restored: compile it again to stream it."
                 )
             stream.items.append(item)
             self.bell.ring()
