@@ -21,9 +21,9 @@ _LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SHOWN = {"B": 0, "KiB": 1, "MiB": 1, "GiB": 2}
 # Bytes/s of any link or drive: what lies outside was written without its unit.
 RATES = 1e5, 1e12
-# A number without a unit that is below this was meant in GiB: no machine has so much memory.
+# A size below this that has no unit was meant in GiB: few machines have more memory, and no model runs in so few bytes.
 _MEANT_IN_GIB = 4096
-# A text without a unit that is below this was meant in MiB, as drivers show it.  A number may be computed, of a tiny model.
+# A text below this that has no unit was meant in MiB, the unit of nvidia-smi.  Code computes such numbers for tiny models.
 _MEANT_IN_MIB = 1 << 20
 _TEXT = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _DEVICE = re.compile(r"(cpu|cuda|hip|mps|xpu)(:\d+)?")
@@ -75,8 +75,8 @@ def whole_number(value: object, what: str, least: int) -> None:
 def parse_bytes(value: object, what: str) -> int:
     """``12.5e9``, ``"8GiB"``, ``"500 MB"``, ``"12G"`` as a whole number of bytes: G and GB are 10^9, Gi and GiB are 2^30.
 
-    Raises ChunkflowError naming ``what`` for what is no size, for a fraction of a byte, and for a number so small that its
-    unit is missing, unless the name itself says that bytes are meant: ``"chunk_bytes"``.
+    Raises ChunkflowError naming ``what`` for a value that is not a size, for a fraction of a byte, and for a value so small
+    that its unit must be missing.  The latter is allowed if the name itself says that bytes are meant: ``"chunk_bytes"``.
     """
     if (read := _read(value)) is None:
         raise _no_size(value, what)
@@ -94,7 +94,7 @@ def is_size(value: object) -> bool:
 
 
 def _read(value: object) -> tuple[Fraction, str, str] | None:
-    """The bytes of a size, its number as text, and its unit in lower case; None for what is no size."""
+    """The bytes of a size, its number as text, and its unit in lower case; None for a value that is not a size."""
     if isinstance(value, Real) and not isinstance(value, bool):
         number = int(value) if isinstance(value, Integral) else float(value)
         return (Fraction(number), f"{value}", "") if math.isfinite(number) and number >= 0 else None
@@ -108,7 +108,7 @@ def _refuse_missing_unit(value: object, what: str, nbytes: Fraction, number: str
     """Raise ChunkflowError for a number of bytes that was most likely meant in a unit."""
     if nbytes < 1:
         raise ChunkflowError(
-            f"{what}={value!r} is less than a byte: a share of the memory is no size. Give one such as '12GiB'."
+            f"{what}={value!r} is less than a byte: give a size such as '12GiB', not a share of the memory."
         )
     few = _MEANT_IN_MIB if isinstance(value, str) else _MEANT_IN_GIB
     if nbytes < few:

@@ -56,7 +56,7 @@ NO_UNIT = [
     (" 12.5 ", "memory=' 12.5 ' is 12.5 bytes; did you mean '12.5GiB'?"),
     (12.5, "memory=12.5 is 12.5 bytes; did you mean '12.5GiB'?"),
     ("12288", "memory='12288' is 12288 bytes; did you mean '12288MiB'?"),
-    (0.9, "memory=0.9 is less than a byte: a share of the memory is no size. Give one such as '12GiB'."),
+    (0.9, "memory=0.9 is less than a byte: give a size such as '12GiB', not a share of the memory."),
     ("1.5B", "memory='1.5B' is a fraction of a byte: give whole bytes, or a text such as '8GiB'."),
     (1e9 + 0.5, "memory=1000000000.5 is a fraction of a byte: give whole bytes, or a text such as '8GiB'."),
     (-1, "memory=-1 is not a size: give bytes, or a text such as '8GiB' or '500MB'."),
@@ -227,7 +227,7 @@ def test_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(pipeline, "_components", traced)
     model = {"plan": [], "simulate": [], "dump": [], "why": ["x"], "timeline": ["--out", "x.json"], "pipeline": []}
     for command, more in model.items():
-        for option in ("--memory", "--host-memory") if command in ("plan", "simulate", "timeline") else ("--memory",):
+        for option in ("--memory", "--host-memory") if command in ("plan", "why", "timeline") else ("--memory",):
             for given, said in (
                 ("14", "14 bytes; did you mean '14GiB'?"),
                 ("16000", "16000 bytes; did you mean '16000MiB'?"),
