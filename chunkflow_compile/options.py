@@ -334,14 +334,15 @@ def parse_options(
 
 def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> None:
     """Raise ChunkflowError for arguments that ``caller`` was given without their names, and say which names were meant."""
-    for value in given:
-        if isinstance(value, Mapping):
-            meant = ", ".join(f"{name}={one!r}" for name, one in value.items())
-        elif isinstance(value, torch.dtype):
-            meant = f"dtype={value!r}"
-        else:
-            meant = f"{'memory' if is_size(value) else 'device'}={value!r}"
-        raise ChunkflowError(f"{caller.__name__} takes all arguments but the first by name; did you mean {meant}?")
+    if not given:
+        return
+    value = given[0]
+    named = dict(value) if isinstance(value, Mapping) else {}
+    if not named:
+        name = "dtype" if isinstance(value, torch.dtype) else "memory" if is_size(value) else "device"
+        named = {name: value}
+    meant = ", ".join(f"{name}={one!r}" for name, one in named.items())
+    raise ChunkflowError(f"{caller.__name__} takes all arguments but the first by name; did you mean {meant}?")
 
 
 def for_backend(options: Mapping[str, Any], chosen: Options) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -33,11 +35,10 @@ def backend_of(compiled: Any) -> Any:
 
     torch has no function for it: Dynamo's callback is in the closure of the function, and leads to the backend.
     """
-    for cell in getattr(compiled, "__closure__", None) or ():
-        found: Any = cell.cell_contents
-        if not hasattr(found, "_torchdynamo_orig_backend"):
-            continue
-        while (inside := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
-            found = inside
-        return getattr(found, "compiler_fn", found)
-    return None
+    if not hasattr(compiled, "_torchdynamo_orig_callable"):
+        return None
+    inside: Mapping[str, Any] = inspect.getclosurevars(compiled).nonlocals
+    found = next((value for value in inside.values() if hasattr(value, "_torchdynamo_orig_backend")), None)
+    while (within := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
+        found = within
+    return getattr(found, "compiler_fn", found)

@@ -173,7 +173,7 @@ def test_a_mistake_in_replan(no_grad: None) -> None:
 
 def test_an_applied_pipeline_keeps_its_components(applied: Callable[..., tuple[Any, Any]]) -> None:
     pipe, _ = applied("wan")
-    said = r"This model is pipe\.transformer of an applied pipeline, .*: call the pipeline, or call chunkflow_compile\.remove"
+    said = r"This model is pipe\.transformer of an applied pipeline, .*: call chunkflow_compile\.remove\(pipe\) first"
     for wrong in (compile, offload, restore):
         with pytest.raises(ChunkflowError, match=said):
             wrong(pipe.transformer)

@@ -75,8 +75,8 @@ def compile(
     ``device``, ``dtype``, ``share``, ``host_memory``, ``peers``: see :func:`offload`; a model that is placed already stays as
     it is.  ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
     are left open from the second compilation on.  ``options``: those of the backend.
-    Raises ChunkflowError, and leaves the model as it was, for unknown options, for what is no model, or for a model that is
-    compiled already or belongs to an applied pipeline.
+    Raises ChunkflowError, and leaves the model as it was, for unknown options, for an argument that is not a model, or for a
+    model that is compiled already or belongs to an applied pipeline.
     """
     refuse_positional(compile, unnamed)
     _check_arguments(model, dynamic, options)

@@ -241,7 +241,7 @@ def refuse_applied(model: nn.Module) -> None:
     """Raise ChunkflowError for a model that belongs to an applied pipeline."""
     for owner in filter(None, (placement.owner() for placement in placements_of(model))):
         raise ChunkflowError(
-            f"This model is {owner}, which has compiled it and placed it within its budget: call the pipeline, or call "
+            f"This model is {owner}, which has compiled it and placed it within its budget: call "
             "chunkflow_compile.remove(pipe) first."
         )
 
