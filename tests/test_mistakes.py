@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -186,6 +187,13 @@ def test_dynamo_adds_nothing_to_an_error_of_the_backend(no_grad: None) -> None:
     shown = "".join(traceback.format_exception(raised.value)).rstrip()
     assert shown.splitlines()[-1].endswith(str(raised.value)) and "reporting a bug" not in shown
     assert "raised:" not in shown and "convert_frame" not in shown
+
+
+@pytest.mark.skipif("name" not in inspect.signature(torch.compile).parameters, reason="a later release has it")
+def test_a_name_that_torch_hands_to_the_backend(no_grad: None) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    run = torch.compile(model, backend="chunkflow", options=dict(EAGER), name="stack")
+    assert torch.equal(run(x), twin(x)) and chunkflow_compile.programs(model)
 
 
 ACCEPTED: dict[Size, int] = {

@@ -108,9 +108,11 @@ def chunkflow(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
+    ``options``, ``mode``, ``name``: as given to torch.compile, which passes ``name`` from 2.15 on; it changes nothing here.
     A frame without weights is lowered as it is.
     Raises ChunkflowError before any weight moves: for unknown options, settings of torch that are refused, gradients,
     inputs on another device than the weights, weights that accelerate keeps or that are attributes of the graph, a graph
