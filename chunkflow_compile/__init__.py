@@ -14,6 +14,7 @@ from chunkflow_compile.frontend.source_tree import show_backend
 if TYPE_CHECKING:
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.frontend.compile import compile as compile
+    from chunkflow_compile.frontend.compile import restore as restore
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
     from chunkflow_compile.passes.graph.declared import register_collective as register_collective
     from chunkflow_compile.pipeline.adapters import use_adapters as use_adapters
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from chunkflow_compile.placed.offload import cycles as cycles
     from chunkflow_compile.placed.offload import offload as offload
     from chunkflow_compile.placed.offload import programs as programs
-    from chunkflow_compile.placed.offload import restore as restore
     from chunkflow_compile.placed.replan import replan as replan
     from chunkflow_compile.runtime.arena import Arena as Arena
     from chunkflow_compile.servers.admit import admit as admit
@@ -47,7 +47,7 @@ _HOMES = {
     "register_collective": "chunkflow_compile.passes.graph.declared",
     "remove": "chunkflow_compile.pipeline.apply",
     "replan": "chunkflow_compile.placed.replan",
-    "restore": "chunkflow_compile.placed.offload",
+    "restore": "chunkflow_compile.frontend.compile",
     "spans": "chunkflow_compile.pipeline.spans",
     "use_adapters": "chunkflow_compile.pipeline.adapters",
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -32,11 +32,14 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda_graphs import CudaGraphsWanted
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
-from chunkflow_compile.units import parse_bytes, whole_number
+from chunkflow_compile.units import Size, is_size, parse_bytes, whole_number
 
 DEBUG = ("poison", "threads")
 # Field -> name of the option, if that is a keyword of Python.
 ALIASES = {"yields": "yield"}
+
+# Options in bytes that may be given as text.
+_SIZES = ("min_bytes", "chunk_bytes", "group_bytes")
 
 # Settings of torch under which the graph does not have each weight, of a known block, as an input -> why.
 _REFUSED_SETTINGS: Mapping[str, str] = {
@@ -49,12 +52,43 @@ _REFUSED_SETTINGS: Mapping[str, str] = {
 
 _Parsed = TypeVar("_Parsed")
 
+_Keyword = TypedDict("_Keyword", {"yield": Yield}, total=False)
+
+
+class PipelineOptions(_Keyword, total=False):
+    """The options of the backend that ``apply`` takes, for type checkers and editors.  :class:`Options` explains each."""
+
+    hardware: str | Path | None
+    min_bytes: Size
+    timings: str | Path | None
+    replan_after: int
+    chunk_bytes: Size
+    group_bytes: Size | None
+    lowering: Lowering
+    inductor: Mapping[str, Any]
+    cudagraphs: CudaGraphsWanted
+    pack: Pack
+    disable: Sequence[str]
+    pin_memory: Size | None
+    debug: str | Sequence[str]
+    dump: str | Path | None
+
+
+class BackendOptions(PipelineOptions, total=False):
+    """All options of the backend: with those that ``apply`` sets for each component."""
+
+    memory: Size | None
+    slowdown: float | None
+    policy: Policy
+    arena: Arena | None
+    plan: str | Path | None
+
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Options:
     """The options of the backend.  All sizes are in bytes."""
 
-    memory: int | str | None = None
+    memory: Size | None = None
     """Budget for weights on the device (arena and residents), as bytes or "8GiB".  Picks the fastest plan within it."""
 
     slowdown: float | None = None
@@ -124,7 +158,7 @@ class Options:
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
-    pin_memory: int | str | None = None
+    pin_memory: Size | None = None
     """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,
     which is slower.  On a GPU only.  By default the weights' own memory and what else the machine and the control groups of
     the process leave, less a reserve of 5 %, divided by LOCAL_WORLD_SIZE."""
@@ -292,7 +326,23 @@ def parse_options(
     for field_name, name in ALIASES.items():
         if name in given:
             given[field_name] = given.pop(name)
+    for name in _SIZES:
+        if isinstance(given.get(name), str | float):
+            given[name] = parse_bytes(given[name], name)
     return Options(**given, inductor=inductor)
+
+
+def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> None:
+    """Raise ChunkflowError for arguments that ``caller`` was given without their names, and say which names were meant."""
+    if not given:
+        return
+    value = given[0]
+    named = dict(value) if isinstance(value, Mapping) else {}
+    if not named:
+        name = "dtype" if isinstance(value, torch.dtype) else "memory" if is_size(value) else "device"
+        named = {name: value}
+    meant = ", ".join(f"{name}={one!r}" for name, one in named.items())
+    raise ChunkflowError(f"{caller.__name__} takes all arguments but the first by name; did you mean {meant}?")
 
 
 def for_backend(options: Mapping[str, Any], chosen: Options) -> dict[str, Any]:

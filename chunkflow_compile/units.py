@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from fractions import Fraction
+from numbers import Integral, Real
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+# A size as users give it: bytes, or a text such as "8GiB".
+Size = int | float | str
+
 _UNITS = {"": 1, "B": 1}
-_UNITS.update({f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")})
-_UNITS.update({f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")})
+_UNITS.update({f"{p}i{b}": 1024 ** (i + 1) for i, p in enumerate("KMGT") for b in ("", "B")})
+_UNITS.update({f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate("KMGT") for b in ("", "B")})
 _LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 # Unit of a size that is shown -> its decimals: a hundredth of a GiB is as much as a small weight.
 _SHOWN = {"B": 0, "KiB": 1, "MiB": 1, "GiB": 2}
 # Bytes/s of any link or drive: what lies outside was written without its unit.
 RATES = 1e5, 1e12
+# A size below this that has no unit was meant in GiB: few machines have more memory, and no model runs in so few bytes.
+_MEANT_IN_GIB = 4096
+# A text below this that has no unit was meant in MiB, the unit of nvidia-smi.  Code computes such numbers for tiny models.
+_MEANT_IN_MIB = 1 << 20
+_TEXT = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
+_DEVICE = re.compile(r"(cpu|cuda|hip|mps|xpu)(:\d+)?")
 
 
 def size(nbytes: int | None) -> str:
@@ -44,7 +56,9 @@ def _in_unit(nbytes: int) -> tuple[str, float]:
 
 def parse_rate(text: str, what: str) -> float:
     """``"200MB"`` or ``"200MB/s"`` as bytes/s.  Raises ChunkflowError naming ``what``, also for what no link or drive has."""
-    rate = float(parse_bytes(text.removesuffix("/s"), what))
+    if (read := _read(text.removesuffix("/s"))) is None:
+        raise _no_size(text, what)
+    rate = float(read[0])
     if not RATES[0] <= rate <= RATES[1]:
         raise ChunkflowError(
             f"{what}={text!r} is {rate:g} bytes/s, which no link or drive has: give a unit, such as 7GB/s."
@@ -59,10 +73,53 @@ def whole_number(value: object, what: str, least: int) -> None:
 
 
 def parse_bytes(value: object, what: str) -> int:
-    """``8``, ``"8GiB"``, ``"500 MB"`` as a whole number of bytes.  Raises ChunkflowError naming ``what``."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _LOWER or len(match[1]) > 20:
-        raise ChunkflowError(f"{what}={value!r} is not a size: give bytes, or a text such as '8GiB' or '500MB'.")
-    return int(float(match[1]) * _LOWER[match[2].lower()])
+    """``12.5e9``, ``"8GiB"``, ``"500 MB"``, ``"12G"`` as a whole number of bytes: G and GB are 10^9, Gi and GiB are 2^30.
+
+    Raises ChunkflowError naming ``what`` for a value that is not a size, for a fraction of a byte, and for a value so small
+    that its unit must be missing.  The latter is allowed if the name itself says that bytes are meant: ``"chunk_bytes"``.
+    """
+    if (read := _read(value)) is None:
+        raise _no_size(value, what)
+    nbytes, number, unit = read
+    if not unit and not what.endswith("_bytes") and nbytes > 0:
+        _refuse_missing_unit(value, what, nbytes, number)
+    if unit in ("", "b") and nbytes.denominator != 1:
+        raise ChunkflowError(f"{what}={value!r} is a fraction of a byte: give whole bytes, or a text such as '8GiB'.")
+    return int(nbytes)
+
+
+def is_size(value: object) -> bool:
+    """Whether a value can be read as a size, whether or not its unit is missing."""
+    return _read(value) is not None
+
+
+def _read(value: object) -> tuple[Fraction, str, str] | None:
+    """The bytes of a size, its number as text, and its unit in lower case; None for a value that is not a size."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = int(value) if isinstance(value, Integral) else float(value)
+        return (Fraction(number), f"{value}", "") if math.isfinite(number) and number >= 0 else None
+    match = _TEXT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or (unit := match[2].lower()) not in _LOWER:
+        return None
+    return Fraction(match[1]) * _LOWER[unit], match[1], unit
+
+
+def _refuse_missing_unit(value: object, what: str, nbytes: Fraction, number: str) -> None:
+    """Raise ChunkflowError for a number of bytes that was most likely meant in a unit."""
+    if nbytes < 1:
+        raise ChunkflowError(
+            f"{what}={value!r} is less than a byte: give a size such as '12GiB', not a share of the memory."
+        )
+    few = _MEANT_IN_MIB if isinstance(value, str) else _MEANT_IN_GIB
+    if nbytes < few:
+        meant = f"{number}{'GiB' if nbytes < _MEANT_IN_GIB else 'MiB'}"
+        raise ChunkflowError(f"{what}={value!r} is {number} byte{'s' * (nbytes != 1)}; did you mean {meant!r}?")
+
+
+def _no_size(value: object, what: str) -> ChunkflowError:
+    said = f"{what}={value!r} is not a size"
+    if _DEVICE.fullmatch(str(value)):
+        return ChunkflowError(f"{said}, but a device: pass device={str(value)!r}, and {what} as a text such as '8GiB'.")
+    if isinstance(value, Mapping | list | tuple | set):
+        return ChunkflowError(f"{said}: give one for all parts together, such as '8GiB'.")
+    return ChunkflowError(f"{said}: give bytes, or a text such as '8GiB' or '500MB'.")

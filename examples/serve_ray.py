@@ -119,7 +119,7 @@ class Rank:
         for path in arguments.warm:
             torch.compiler.load_cache_artifacts(Path(path).read_bytes())
         given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
-        chunkflow_compile.apply(self.pipe, self.device, memory=arguments.memory, **given)
+        chunkflow_compile.apply(self.pipe, device=self.device, memory=arguments.memory, **given)
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
         chunkflow_compile.metrics(self.pipe, registry=self.registry)
         self.thread = ThreadPoolExecutor(1)

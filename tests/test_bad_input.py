@@ -122,7 +122,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (given(hardware="h300"), r"no hardware profile 'h300'; the nearest are h200, gh200, mi300x. Use one of them"),
     (given(chunk_bytes=0), r"chunk_bytes must be a whole number of at least 256, not 0"),
     (given(chunk_bytes=1000), r"chunk_bytes=1000 must be a multiple of 256.*use 768"),
-    (given(min_bytes="1MiB"), r"min_bytes must be a whole number"),
+    (given(min_bytes="1 pound"), r"min_bytes='1 pound' is not a size"),
+    (given(min_bytes=-1), r"min_bytes must be a whole number of at least 0, not -1"),
     (given(disable=["verfy"]), r"no pass 'verfy' that can be disabled; did you mean 'verify'"),
     (given(disable="verify"), r"disable='verify' must be a list of names"),
     (given(inductor={"freezing": True}), r"freezing turns weights into constants"),
@@ -148,7 +149,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (by_kind(debug=5), r"debug=5 is unknown; use poison or threads"),
     (by_kind(device="gpu"), r"device='gpu' is no device of torch: give 'cpu', 'cuda' or 'cuda:0'"),
     (by_kind(dtype="bf16"), r"casts to float32, float16 or bfloat16 of torch, not to 'bf16'"),
-    (lambda model: offload(model, min_bytes="1MiB"), r"min_bytes must be a whole number of at least 0, not '1MiB'"),
+    (lambda model: offload(model, min_bytes="1 pound"), r"min_bytes='1 pound' is not a size"),
     (lambda model: offload(model, min_bytes=64, host_memory="24 gigs"), r"host_memory='24 gigs' is not a size"),
     (lambda model: restore(model, 5.5), r"device=5.5 is no device of torch"),
     (lambda _: Arena("gpu"), r"device='gpu' is no device of torch"),
@@ -157,15 +158,18 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda _: enable_adapters("x"), r"enable_adapters takes a model or a pipeline with a transformer, not str"),
     (lambda _: explain("x"), r"This str is not applied: call chunkflow_compile.apply\(pipe\) first"),
     (lambda _: admit("x"), r"This str is not applied"),
-    (lambda _: apply("x"), r"apply takes a diffusers pipeline, not str"),
+    (lambda _: apply(5), r"apply takes a diffusers pipeline, not int"),
     (by_kind(cudagraphs="always"), r"Option cudagraphs='always' is unknown; use one of False, True, auto"),
     (by_kind(mode="fast"), r"Unknown mode 'fast'"),
     (by_kind(dynamic="yes"), r"dynamic='yes' must be True"),
     (by_kind(options={"memory": "1GiB"}), r"options is an argument of torch.compile"),
-    (lambda _: compile(lambda x: x), r"takes a torch.nn.Module, not function"),  # type: ignore[arg-type]
+    (lambda _: compile(lambda x: x), r"This function is no model: pass a torch.nn.Module"),  # type: ignore[arg-type]
     (compiled_before(lambda model: model), r"This model is compiled already"),
     (compiled_before(lambda model: model.blocks[0]), r"A part of this model is compiled already"),
-    (twice(compile, lowering="eager"), r"compiled already: call the model as it is"),
+    (
+        twice(compile, lowering="eager"),
+        r"This model is compiled already: call chunkflow_compile.restore\(model\) first",
+    ),
     (lambda model: twice(compile, dtype=torch.bfloat16)(offload(model, min_bytes=64)), r"placed already, so dtype"),
     *(
         (under(config, name, way), rf"torch\.\w+\.config\.{name} .*{why}.*set it to False")
@@ -176,7 +180,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 OF_A_MODEL = (offload, restore, programs, cycles, replan)
-REFUSED += [(lambda _, f=f: f("x"), r"This str is no model: pass a torch.nn.Module") for f in OF_A_MODEL]  # type: ignore[misc]
+REFUSED += [(lambda _, f=f: f(5), r"This int is no model: pass a torch.nn.Module") for f in OF_A_MODEL]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
@@ -205,7 +209,7 @@ def test_weights_that_are_attributes_of_the_graph(no_grad: None) -> None:
 def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     with pytest.raises(Exception, match="memory=1 B is too little") as raised:
-        run(model, x, memory=1)
+        run(model, x, memory="1B")
     named = re.search(r"Give memory='(\S+)' or more", str(raised.value))[1]
     torch.testing.assert_close(run(model, x, memory=named, lowering="eager"), twin(x))
     floor = programs(model)[-1].plan.device_bytes

@@ -80,7 +80,7 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
     check(run, twin)
     (before,) = programs(model)
     for goal, said in (
-        ({"memory": 100}, "memory=100 B is too little"),
+        ({"memory": "100B"}, "memory=100 B is too little"),
         ({"memory": 100, "slowdown": 2.0}, "Give memory or slowdown, not both"),
         ({"policy": "layerwise-prefix"}, "layerwise-prefix keeps what fits a budget: give memory="),
         ({"policy": "eager"}, "policy='eager' is unknown"),

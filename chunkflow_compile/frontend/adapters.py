@@ -80,7 +80,10 @@ def _check(model: nn.Module, rank: int, slots: int) -> None:
     if is_enabled(model):
         raise ChunkflowError(f"The adapters of {kind} are enabled already.")
     if isinstance(model, OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
-        raise ChunkflowError(f"{kind} is compiled already: call enable_adapters before it is compiled.")
+        raise ChunkflowError(
+            f"{kind} is compiled already: call enable_adapters before it is compiled, and "
+            "chunkflow_compile.restore(model) first if ChunkFlow compiled it."
+        )
     if placements_of(model):
         raise ChunkflowError(
             f"{kind} is placed already: call chunkflow_compile.restore(model) first, or enable_adapters before offload, "

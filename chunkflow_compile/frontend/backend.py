@@ -93,7 +93,13 @@ _NO_GOAL = (
 
 
 class CompilationError(ChunkflowError, BackendCompilerFailed):
-    """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend."""
+    """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend.
+
+    Its text is the error's own, without the backend's name before it and Dynamo's advice to report a bug after it.
+    """
+
+    def __str__(self) -> str:
+        return str(self.inner_exception)
 
 
 def chunkflow(
@@ -102,9 +108,11 @@ def chunkflow(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
+    ``options``, ``mode``, ``name``: as given to torch.compile, which passes ``name`` from 2.15 on; it changes nothing here.
     A frame without weights is lowered as it is.
     Raises ChunkflowError before any weight moves: for unknown options, settings of torch that are refused, gradients,
     inputs on another device than the weights, weights that accelerate keeps or that are attributes of the graph, a graph

@@ -1,4 +1,4 @@
-"""``compile``: places a model and compiles it by kind, one block of each, in place."""
+"""``compile``: places a model and compiles it by kind, one block of each, in place; ``restore`` undoes it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
+from typing_extensions import Never, Unpack
 
 from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.frontend.block_kinds import (
@@ -33,13 +33,15 @@ from chunkflow_compile.frontend.block_kinds import (
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks
 from chunkflow_compile.lowering.warm_up import warm_up
-from chunkflow_compile.options import Options, for_backend, parse_options
+from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options, refuse_positional
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
-from chunkflow_compile.placed.offload import group_of_peers, offload, target_of
-from chunkflow_compile.placed.placement import Placement, placement_of
+from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
+from chunkflow_compile.placed.placement import Placement, placement_of, placements_of, unwrap
+from chunkflow_compile.releases import backend_of
 from chunkflow_compile.report.record import check_folder
+from chunkflow_compile.units import Size
 
 _log = logging.getLogger(__name__)
 
@@ -53,27 +55,30 @@ _RECOMPILE_LIMIT = 256
 
 def compile(
     model: nn.Module,
-    *,
+    *unnamed: Never,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     share: Any = None,
-    host_memory: int | str | None = None,
+    host_memory: Size | None = None,
     peers: OnPeers = False,
     mode: str | None = None,
     dynamic: bool | None = None,
-    **options: Any,
+    **options: Unpack[BackendOptions],
 ) -> nn.Module:
     """Place a model and compile it by kind, in place; return it.
 
     Each kind of repeated block and each other part with large weights is compiled once, at the first call.  Their calls
     run as a cycle: what the whole model would do as one program, without the time to trace every block.  A model
-    without repeated blocks is compiled whole, and so is one with ``cudagraphs=True``.
+    without repeated blocks is compiled whole, and so is one with ``cudagraphs=True``.  :func:`restore` undoes it.
 
+    All arguments but the model are given by name.
     ``device``, ``dtype``, ``share``, ``host_memory``, ``peers``: see :func:`offload`; a model that is placed already stays as
     it is.  ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
     are left open from the second compilation on.  ``options``: those of the backend.
-    Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
+    Raises ChunkflowError, and leaves the model as it was, for unknown options, for an argument that is not a model, or for a
+    model that is compiled already or belongs to an applied pipeline.
     """
+    refuse_positional(compile, unnamed)
     _check_arguments(model, dynamic, options)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
     if placement_of(model) is not None and (named := [k for k, v in given_place.items() if v is not None]):
@@ -95,19 +100,21 @@ def compile(
 
 def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -> None:
     """Raise ChunkflowError for what cannot be compiled by kind, and for arguments that are those of torch.compile."""
-    if not isinstance(model, nn.Module):
-        raise ChunkflowError(f"compile takes a torch.nn.Module, not {type(model).__name__}.")
+    root = unwrap(model)
+    refuse_applied(root)
     check_dynamic(dynamic)
     if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
         raise ChunkflowError(
             f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
         )
-    whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
-    if whole or any(m._compiled_call_impl is not None for m in model.modules()):
-        raise ChunkflowError(
-            f"{'This model' if whole else 'A part of this model'} is compiled already: call the model as it is, also after "
-            "restore(), which its next call undoes; or pass one that was never compiled."
-        )
+    calls = [call for m in root.modules() if (call := m._compiled_call_impl) is not None]
+    if not calls and model is root:
+        return
+    what = "This model" if model is not root or root._compiled_call_impl is not None else "A part of this model"
+    fix = "call chunkflow_compile.restore(model) first, or pass a model that was never compiled."
+    if model is not root or not all(map(is_ours, calls)):
+        fix = "pass the model itself, before torch.compile or module.compile() is called for it or for a part of it."
+    raise ChunkflowError(f"{what} is compiled already: {fix}")
 
 
 def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Options) -> None:
@@ -164,7 +171,7 @@ def compile_by_kind(
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
         placement.progress = CompileProgress(name, 1)
-        _show_progress(model, placement.progress)
+        model._compiled_call_impl = Shown(model, placement.progress)
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
@@ -181,7 +188,7 @@ def compile_by_kind(
     for part in op_by_op.values():
         _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
     placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)))
-    _show_progress(model, placement.progress)
+    model._compiled_call_impl = Shown(model, placement.progress)
 
 
 class Compiled:
@@ -202,16 +209,42 @@ class Compiled:
         return copy.deepcopy(self.eager, memo)
 
 
+def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Undo :func:`compile` and :func:`offload`: the ordinary eager model again, bit for bit; return ``model``.
+
+    The parameters come back to where they came from, or to ``device`` if it is given.  The model and its parts keep no call
+    that ChunkFlow compiled, nor one of ``model.compile(backend="chunkflow")``; those of other backends stay.  The object that
+    ``torch.compile(model, backend="chunkflow")`` returned is not undone: calling that object places the model again.
+    Restoring a part of a model that was placed as a whole restores the whole.  A model that is neither placed nor compiled is
+    left as it is.  Calls of other threads that are still compiling place the model again.
+    Raises ChunkflowError if the device has too little memory, or if the model is in an applied pipeline.  After the former,
+    the weights that do not fit stay offloaded and the model stays compiled.
+    """
+    roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
+    refuse_applied(model)
+    bring_back(model, device)
+    for root in roots:
+        uncompile(root)
+    return bring_back(model, device)  # a call of another thread may have placed it meanwhile
+
+
 def uncompile(model: nn.Module) -> None:
-    """Undo :func:`compile_by_kind`: the modules run eagerly again, also if a hook was removed or added since."""
+    """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``: the modules run eagerly again, also if a hook
+    was removed or added since."""
     for module in model.modules():
-        module._compiled_call_impl = None
+        if is_ours(module._compiled_call_impl):
+            module.__dict__.pop("_compiled_call_impl", None)
         if (forward := module.__dict__.get("forward")) is not None and _eager(forward) is not forward:
             module.forward = _eager(forward)
             if module.forward == type(module).forward.__get__(module):
                 del module.__dict__["forward"]
         for call in calls_of_hooks(module):
             call.forward, call.original_forward = _eager(call.forward), _eager(call.original_forward)
+
+
+def is_ours(call: Any) -> bool:
+    """Whether the compiled call of a module is one of ChunkFlow."""
+    return isinstance(call, Opened | Shown) or backend_of(call) in (chunkflow, _with_hooks)
 
 
 def _eager(forward: Any) -> Any:
@@ -248,16 +281,17 @@ def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
 
 
-def _show_progress(model: nn.Module, progress: CompileProgress) -> None:
-    """Show the progress of the compilations in the calls of a model."""
-    called, seen = model._compiled_call_impl, weakref.ref(model)  # a model that is dropped is freed at once
+class Shown:
+    """The calls of a model, during which the progress of its compilations is shown."""
 
-    def shown(*args: Any, **kwargs: Any) -> Any:
-        mine: Any = seen()
-        with progress:
-            return (called or mine._call_impl)(*args, **kwargs)
+    def __init__(self, model: nn.Module, progress: CompileProgress) -> None:
+        self._called, self._progress = model._compiled_call_impl, progress
+        self._model = weakref.ref(model)  # a model that is dropped is freed at once
 
-    model._compiled_call_impl = shown
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        with self._progress:
+            return (self._called or model._call_impl)(*args, **kwargs)
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:

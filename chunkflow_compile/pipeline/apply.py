@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Never, Unpack
 
 from chunkflow_compile.frontend.adapters import ADAPTED, disable_adapters, enable_adapters, is_enabled
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
@@ -24,7 +25,7 @@ from chunkflow_compile.frontend.compile import (
 )
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options, for_backend
+from chunkflow_compile.options import Options, PipelineOptions, for_backend, refuse_positional
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers, Pack
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
@@ -42,7 +43,7 @@ from chunkflow_compile.placed.placement import placement_of, placements_of
 from chunkflow_compile.placed.streamable import GGUF, class_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import Size, parse_bytes
 from chunkflow_compile.weights.bytes import alias
 from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.leaves import leaves_of, tensors_of
@@ -64,17 +65,17 @@ Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 def apply(
     pipe: Any,
+    *unnamed: Never,
     device: torch.device | str | None = None,
-    *,
-    memory: int | str | None = None,
+    memory: Size | None = None,
     dtype: Dtypes | None = None,
     share: Any = None,
-    host_memory: int | str | None = None,
+    host_memory: Size | None = None,
     peers: OnPeers = False,
     mode: str | None = None,
     dynamic: bool | None = None,
     adapters: int | Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[PipelineOptions],
 ) -> Any:
     """Place and compile the components of a diffusers pipeline, within one budget; print a table; return the pipeline.
 
@@ -83,6 +84,7 @@ def apply(
     ``pipe(...)`` may be called by several threads: one generation runs at a time.  After the first one the table is printed
     again, with the predicted times of the components' calls, which depend on their sizes.
 
+    All arguments but the pipeline are given by name.
     ``device``: by default the GPU that torch uses, or else the CPU.
     ``memory``: most bytes that the process may take on the device, activations included, as bytes or "12GiB"; by default
     what is free now.  On a CPU activations are not counted.  What the activations need is measured in the first call of
@@ -98,6 +100,7 @@ def apply(
     group offload, on another device, without values or compiled already, if ``memory`` cannot hold one weight of it, or if
     ``dtype`` names none of them, or would cast what is beside weights of bitsandbytes, quanto or GGUF.
     """
+    refuse_positional(apply, unnamed)
     if mine := sorted(_PLANNED & options.keys()):
         raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
     given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic}
@@ -111,7 +114,7 @@ def apply(
 
 
 def _apply(
-    pipe: Any, device: torch.device | str | None, memory: int | str | None, given: Mapping[str, Any]
+    pipe: Any, device: torch.device | str | None, memory: Size | None, given: Mapping[str, Any]
 ) -> Budget | None:
     """Add the components of a pipeline to a budget, and return it; None if they got another one meanwhile."""
     models = components_of(pipe)
@@ -151,7 +154,7 @@ def _extend(
     models: Mapping[str, nn.Module],
     budget: Budget,
     device: torch.device | str | None,
-    memory: int | str | None,
+    memory: Size | None,
     given: Mapping[str, Any],
 ) -> None:
     """Place and compile the components that the budget has not."""
@@ -182,7 +185,7 @@ def _add(
     *,
     dtype: Dtypes | None = None,
     share: Any = None,
-    host_memory: int | str | None = None,
+    host_memory: Size | None = None,
     peers: OnPeers = False,
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -216,7 +219,7 @@ def _add(
                 placing = {
                     "dtype": cast[name],
                     "share": share,
-                    "host_memory": part,
+                    "host_memory": None if part is None else f"{part}B",
                     "pack": packs[name],
                     "peers": peers,
                 }
@@ -354,7 +357,7 @@ def _default_device(device: torch.device | str | None) -> torch.device:
     return check_device(device)
 
 
-def _total(memory: int | str | None, device: torch.device) -> int:
+def _total(memory: Size | None, device: torch.device) -> int:
     """The budget, bytes: what was asked for, or what the device has free, with what torch keeps of it."""
     if memory is not None:
         return parse_bytes(memory, "memory")

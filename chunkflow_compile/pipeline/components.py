@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from chunkflow_compile.frontend.compile import is_ours
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
@@ -31,9 +33,7 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
     """The components with weights, by name, each once."""
     components = getattr(pipe, "components", None)
     if isinstance(pipe, nn.Module) or not isinstance(components, Mapping):
-        raise ChunkflowError(
-            f"apply takes a diffusers pipeline, not {type(pipe).__name__}: one model is for chunkflow_compile.compile(model)."
-        )
+        raise ChunkflowError(f"apply takes a diffusers pipeline, not {_instead_of_pipeline(pipe)}.")
     names: dict[nn.Module, str] = {}
     for name, model in components.items():
         if isinstance(model, nn.Module) and any(True for _ in leaves_of(model)):
@@ -41,12 +41,29 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
     return {name: model for model, name in names.items()}
 
 
+def _instead_of_pipeline(given: Any) -> str:
+    """What was given instead of a pipeline, and what to do about it."""
+    if isinstance(given, nn.Module):
+        return f"{type(given).__name__}: one model is for chunkflow_compile.compile(model)"
+    if isinstance(given, str | Path):
+        return f"its name: load it first, pipe = DiffusionPipeline.from_pretrained({str(given)!r})"
+    if isinstance(given, type):
+        return f"the class {given.__name__}: load one first, pipe = {given.__name__}.from_pretrained(...)"
+    if isinstance(given, Mapping):
+        return f"{type(given).__name__}: pass the pipeline itself, not its components"
+    return type(given).__name__
+
+
 def check_component(name: str, model: nn.Module, device: torch.device) -> None:
     """Raise ChunkflowError if a component cannot be placed."""
     what = f"pipe.{name} ({type(model).__name__})"
-    whole = any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())
-    if whole or _has_compiled_method(model):
-        raise ChunkflowError(f"{what} is compiled already: pass a pipeline that is not, apply compiles it.")
+    calls = [call for m in model.modules() if (call := m._compiled_call_impl) is not None]
+    wrapped = _has_compiled_method(model) or any(isinstance(m, OptimizedModule) for m in model.modules())
+    if calls or wrapped:
+        fix = "pass a pipeline whose components are not compiled, since apply compiles them."
+        if not wrapped and all(map(is_ours, calls)):
+            fix = f"call chunkflow_compile.restore(pipe.{name}) first, since apply compiles it itself."
+        raise ChunkflowError(f"{what} is compiled already: {fix}")
     if placement_of(model) is not None or placements_around(leaves_of(model)):
         raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
     if (hook := _moving_hook(model)) is not None:

@@ -26,7 +26,7 @@ from chunkflow_compile.placed.placement import (
 )
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.units import parse_bytes, whole_number
+from chunkflow_compile.units import Size, parse_bytes
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.groups import Group, group_of, group_to_share_in
 from chunkflow_compile.weights.guards import detach_guards
@@ -51,10 +51,10 @@ def offload(
     model: nn.Module,
     device: torch.device | str | None = None,
     *,
-    min_bytes: int = DEFAULT_MIN_BYTES,
+    min_bytes: Size = DEFAULT_MIN_BYTES,
     dtype: torch.dtype | None = None,
     share: Any = None,
-    host_memory: int | str | None = None,
+    host_memory: Size | None = None,
     pack: Pack = False,
     peers: OnPeers = False,
 ) -> nn.Module:
@@ -92,7 +92,7 @@ def offload(
     try:
         refuse_fully_sharded(root)
         refuse_unknown_parts(root)
-        whole_number(min_bytes, "min_bytes", 0)
+        min_bytes = parse_bytes(min_bytes, "min_bytes")
         target = _target_device(root, device, parameters)
         index = ModelIndex.of(root)
         dtype_of = keep_dtype if dtype is None else cast_to(_checked_dtype(dtype), root)
@@ -186,6 +186,7 @@ def has_packable(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) ->
 
 def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     """The compute device of a model that can be placed.  Raises ChunkflowError if it cannot."""
+    refuse_applied(root)
     if placements_of(root):
         placed = next((buffer.name for p in parameters if (buffer := buffer_of(p)) is not None), "none of them large")
         raise ChunkflowError(
@@ -236,21 +237,20 @@ def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: in
     return list(large.values())
 
 
-def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Bring the parameters of an offloaded model back to where they came from, bit for bit; return ``model``.
-
-    ``device``: where to bring them instead.  Raises ChunkflowError if it has no room (the weights that do not fit stay
-    offloaded), or if the model is in an applied pipeline.  Restoring a part of a model that was placed as a whole restores
-    the whole.  A model that is not placed is left as it is.  Compiled functions of the model stay usable: their next call
-    places it again.
-    """
+def refuse_applied(model: nn.Module) -> None:
+    """Raise ChunkflowError for a model that belongs to an applied pipeline."""
     for owner in filter(None, (placement.owner() for placement in placements_of(model))):
-        raise ChunkflowError(f"This model is {owner}, within its budget: call chunkflow_compile.remove(pipe) instead.")
-    return bring_back(model, device)
+        raise ChunkflowError(
+            f"This model is {owner}, which has compiled it and placed it within its budget: call "
+            "chunkflow_compile.remove(pipe) first."
+        )
 
 
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """:func:`restore`, for the owner of a model."""
+    """Bring the parameters of a placed model back to where they came from, or to ``device``, bit for bit; return ``model``.
+
+    Raises ChunkflowError if the device has too little memory; the weights that do not fit stay offloaded.
+    """
     target = None if device is None else check_device(device)
     for placement in placements_of(model):
         placement.undo(target)

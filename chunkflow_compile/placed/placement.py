@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -291,11 +292,27 @@ def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError for what is no model."""
     if not isinstance(model, nn.Module):
-        raise ChunkflowError(
-            f"This {type(model).__name__} is no model: pass a torch.nn.Module; of a pipeline, a component such as "
-            "pipe.transformer."
-        )
+        raise ChunkflowError(_no_model(model))
     return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def _no_model(given: Any) -> str:
+    """Why an argument is no model, and what to pass instead."""
+    if isinstance(given, type):
+        name = given.__name__
+        return f"{name} is a class, not a model: pass an instance, as {name}.from_pretrained(...) returns."
+    if isinstance(given, str | Path):
+        return (
+            f"{str(given)!r} is a name, not a model: load it first, such as with "
+            f"FluxTransformer2DModel.from_pretrained({str(given)!r})."
+        )
+    said = f"This {type(given).__name__} is no model"
+    if isinstance(getattr(given, "components", None), Mapping):
+        return (
+            f"{said}, but a pipeline: call chunkflow_compile.apply(pipe), and remove(pipe) to undo it, or pass one component "
+            "such as pipe.transformer."
+        )
+    return f"{said}: pass a torch.nn.Module."
 
 
 def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:

@@ -19,12 +19,13 @@ from chunkflow_compile.runtime.measurement import measured
 from chunkflow_compile.runtime.order import replan as plan_again
 from chunkflow_compile.runtime.rank_times import RankTimes
 from chunkflow_compile.runtime.sequence import Sequence as Calls
+from chunkflow_compile.units import Size
 
 
 def replan(
     model: nn.Module,
     *,
-    memory: int | str | None = None,
+    memory: Size | None = None,
     slowdown: float | None = None,
     policy: Policy | None = None,
     plan: str | Path | None = None,

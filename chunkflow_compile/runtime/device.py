@@ -13,6 +13,7 @@ import torch.distributed as dist
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.units import is_size
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_weight import with_index
 from chunkflow_compile.weights.pieces import Pieces
@@ -119,7 +120,10 @@ def check_device(given: torch.device | str) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise ChunkflowError(f"device={given!r} is no device of torch: give 'cpu', 'cuda' or 'cuda:0'.") from error
+        said, fix = f"device={given!r} is no device of torch", "give 'cpu', 'cuda' or 'cuda:0'"
+        if isinstance(given, str) and is_size(given):
+            said, fix = f"device={given!r} is a size, not a device", f"a budget is memory={given!r}; as device {fix}"
+        raise ChunkflowError(f"{said}: {fix}.") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":

@@ -161,7 +161,7 @@ class Engine:
         with self.bell.lock:
             if self._closed:
                 raise ChunkflowError(
-                    f"The {stream.name} stream is closed: the model was restored. Call the compiled model again."
+                    f"The {stream.name} stream is closed, because the model was restored: compile it again to stream it."
                 )
             stream.items.append(item)
             self.bell.ring()
@@ -185,8 +185,8 @@ class Engine:
         if os.getpid() != self._process:
             raise ChunkflowError(
                 "This process was forked from one that runs a ChunkFlow program, and the threads of its streams do not "
-                "exist here: call chunkflow_compile.restore(model) and then the compiled model again, or start "
-                "processes with spawn."
+                "exist here: call chunkflow_compile.restore(model) and compile the model again, or start processes "
+                "with spawn."
             )
 
     def _drain(self, share: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ class _Backend:
             pipeline.to(self._device)  # everything else: what is offloaded stays
 
     def disable(self) -> None:
-        from chunkflow_compile.placed.offload import restore
+        from chunkflow_compile.frontend.compile import restore
 
         if self._theirs is not None:
             self._theirs.disable()

@@ -247,7 +247,7 @@ def applied(name: str, small: bool) -> Iterator[Figures]:
     subject = make(name, small)
     largest, begin = _largest(subject), time.perf_counter()
     memory = subject.weights // 2 + (SMALL_ACTIVATIONS if small else ACTIVATIONS)
-    pipe = chunkflow_compile.apply(pipeline_of(subject.model), "cuda", memory=memory, **subject.options)
+    pipe = chunkflow_compile.apply(pipeline_of(subject.model), device="cuda", memory=memory, **subject.options)
     placed = time.perf_counter()
     pipe(subject.inputs)
     torch.cuda.synchronize()

@@ -93,7 +93,7 @@ def _pipeline() -> Any:
 def _rows(given: Mapping[str, Any]) -> list[dict[str, str]]:
     torch.set_num_threads(1)
     pipe, plain = _pipeline(), _pipeline()
-    apply(pipe, "cpu", memory="1GiB", min_bytes=2048, **given)
+    apply(pipe, device="cpu", memory="1GiB", min_bytes=2048, **given)
     models = {name: m for name, m in pipe.components.items() if isinstance(m, nn.Module)}
     seen, rows = set[int](), list[dict[str, str]]()
     for number, (height, width) in enumerate(SIZES):

@@ -126,7 +126,7 @@ def test_a_plan_made_without_weights_runs_on_the_model(
     own.write_text(
         "import torch\nfrom helpers import Stack\ndef build():\n    return Stack(5), {'x': torch.randn(4, 8)}\n"
     )
-    sizes = ("--min-bytes", "4096", "--chunk-bytes", "4096", "--memory", "40000")
+    sizes = ("--min-bytes", "4096", "--chunk-bytes", "4096", "--memory", "40000B")
     assert main(["plan", f"{own}:build", "--hardware", "cpu", *sizes, "--json", str(out)]) == 0
     model, x = Stack(5).eval(), torch.randn(4, 8)
     expected = model(x=x)
@@ -403,7 +403,7 @@ def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: P
     half, parser = sum(p.nbytes for p in model.parameters()) // 2, argparse.ArgumentParser()
     add_model(parser, or_blocks=True)
     sizes = ("--hardware", "cpu", "--min-bytes", "1024", "--chunk-bytes", "4096")
-    arguments = parser.parse_args([f"{tmp_path}/wan.py:wan", *sizes, "--host-memory", str(half)])
+    arguments = parser.parse_args([f"{tmp_path}/wan.py:wan", *sizes, "--host-memory", f"{half}B"])
     planned = target.load_target(arguments, Progress(1)).problem.weights
     offload(model, "cpu", min_bytes=1024, host_memory=half)
     store = next(buffer.store for w in model.parameters() if (buffer := buffer_of(w)) is not None)

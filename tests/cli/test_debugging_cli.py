@@ -143,7 +143,7 @@ read first: /stages/report.txt
         )
 
     def test_a_weight_on_the_drive(self) -> None:
-        drive = ("--host-memory", "1", "--drive", "20MB/s")
+        drive = ("--host-memory", "1B", "--drive", "20MB/s")
         said = cli("why", *self.target(), "blocks.1.out", *drive)
         assert "reads it from" in said and "copied from" in said
         assert "a drive twice as fast" in said

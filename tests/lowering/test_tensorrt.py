@@ -166,7 +166,7 @@ def test_the_notes_of_a_pipeline(engines: Callable[[str], Engines], monkeypatch:
     engines("")
     small = SMALL_PIPELINES["wan"]
     pipe, twin = small.build(), small.build()
-    apply(pipe, "cpu", memory="1MiB", min_bytes=2048, lowering="tensorrt")
+    apply(pipe, device="cpu", memory="1MiB", min_bytes=2048, lowering="tensorrt")
     assert torch.allclose(small.generate(pipe), small.generate(twin), rtol=0, atol=1e-4)
     assert "transformer: " in (said := " ".join(str(explain(pipe)).split()))
     assert "goes to Inductor: TensorRT says NotImplementedError: none of its ops is supported" in said

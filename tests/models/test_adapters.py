@@ -22,7 +22,6 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, enable_adapters, offload, programs, restore
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
-from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.backing import Where
@@ -246,7 +245,6 @@ def test_an_adapter_of_the_full_rank_is_what_peft_computes() -> None:
     pair.choose("a", 0.3)
     pair.check(tolerance=0.0)
     restore(pair.model)
-    uncompile(pair.model)
     pair.check(tolerance=0.0)  # outside compiled code
     pair.same_programs()
 

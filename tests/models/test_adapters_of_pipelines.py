@@ -181,7 +181,7 @@ def test_what_apply_refuses_leaves_the_pipeline_as_it_was() -> None:
             apply(pipe, memory="2MiB", adapters=adapters, **EAGER)
         assert is_plain(pipe)
     with pytest.raises(ChunkflowError, match="is too little for"):
-        apply(pipe, memory=1024, adapters=16, **EAGER)
+        apply(pipe, memory="1KiB", adapters=16, **EAGER)
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
 
 

@@ -162,7 +162,7 @@ def floor(unread: int) -> int:
     model, _ = with_biases(4)
     model.unread = nn.Parameter(torch.zeros(unread))
     torch._dynamo.reset()
-    run = torch.compile(model.blocks[0], backend="chunkflow", options={**EAGER, "slowdown": None, "memory": 1})
+    run = torch.compile(model.blocks[0], backend="chunkflow", options={**EAGER, "slowdown": None, "memory": "1B"})
     with pytest.raises(Exception, match="memory=1 B is too little") as told:
         run(torch.randn(4, 32))
     return memory_named(told.value)

@@ -68,7 +68,7 @@ def on_another_device(pipe: Any) -> None:
 
 
 CALL_REMOVE = r".*: call chunkflow_compile\.remove\(pipe\) first"
-IS_COMPILED = r"pipe\.transformer .* is compiled already: pass a pipeline that is not"
+IS_COMPILED = r"pipe\.transformer .* is compiled already: pass a pipeline whose components are not"
 BEFORE: list[tuple[Change, str]] = [
     (recompiled(lambda pipe: pipe, "transformer"), IS_COMPILED),
     (recompiled(lambda pipe: pipe.transformer.blocks, "0"), IS_COMPILED),
@@ -83,13 +83,17 @@ BEFORE: list[tuple[Change, str]] = [
         r"pipe\.text_encoder \(UMT5EncoderModel\) has parameters on the meta device",
     ),
     (
+        lambda pipe: compile(pipe.transformer, **EAGER),
+        r"pipe\.transformer .* is compiled already: call chunkflow_compile\.restore\(pipe\.transformer\) first",
+    ),
+    (
         lambda pipe: offload(pipe.transformer, "cpu", min_bytes=EAGER["min_bytes"]),
         r"pipe\.transformer .* offloaded already: call chunkflow_compile\.restore",
     ),
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
-        {"memory": 1024},
+        {"memory": "1KiB"},
         r"memory=1.0 KiB is too little for pipe\.\w+: its largest streamed weight has [\d.]+ KiB.* Give at least "
         r"memory='[\d.]+[KM]iB'\. Activations come on top, .* first call",
     ),
@@ -314,7 +318,7 @@ def rounding(nbytes: int) -> int:
 def least_of(pipe: Any, **options: Any) -> tuple[str, int]:
     """The component and the least memory that apply names in its refusal of too little."""
     with pytest.raises(ChunkflowError, match="is too little for") as error:
-        apply(pipe, **{**EAGER, "memory": 1024, **options})
+        apply(pipe, **{**EAGER, "memory": "1KiB", **options})
     found = re.search(r"too little for pipe\.(\w+): .* Give at least memory='", str(error.value))
     assert found is not None and budget_of(pipe) is None
     return found[1], memory_named(error.value)

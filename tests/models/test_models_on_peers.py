@@ -23,7 +23,6 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, enable_adapters, offload, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs
-from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.passes.pieces import parts
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.placed.placement import placement_of
@@ -305,7 +304,6 @@ def other_budgets(rank: int, profile: str) -> None:
     with pytest.raises(ChunkflowError, match="too little for peers=True: this rank's pieces of weights take"):
         run(**inputs_of("wan", 0))
     restore(model)
-    uncompile(model)
     run = chunkflow_compile.compile(model, peers="auto", memory="2MiB" if rank else "420KiB", **options)
     for seed in range(2):
         with pytest.raises(

@@ -16,7 +16,6 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, programs, restore
 from chunkflow_compile.frontend.block_kinds import runs_op_by_op
-from chunkflow_compile.frontend.compile import uncompile
 
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager", "min_bytes": 64}
 
@@ -120,7 +119,7 @@ def test_what_changes_in_a_layer_is_noticed() -> None:
     assert same(), "a weight of another shape"
 
 
-def test_copies_restore_and_uncompile() -> None:
+def test_copies_and_restore() -> None:
     """Copies and files have the layers' own forward."""
     model, twin = pair()
     check_steps(model, twin, 2)
@@ -135,9 +134,6 @@ def test_copies_restore_and_uncompile() -> None:
     assert torch.equal(outer(x), 2 * twin.before(x)), "under another compilation"
     restore(model)
     assert type(model.before.weight) is nn.Parameter
-    check_steps(model, twin, 2)
-    restore(model)
-    uncompile(model)
     assert all(m._compiled_call_impl is None for m in model.modules())
     check_steps(model, twin, 1)
 

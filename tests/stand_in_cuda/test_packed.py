@@ -80,7 +80,7 @@ def test_a_pipeline() -> None:
     generate, made = SMALL_PIPELINES["flux"].generate, {}
     for pack in (False, True):
         pipe = small_pipeline("flux")
-        apply(pipe, "cuda", memory="2MiB", dtype=torch.bfloat16, pack=pack, min_bytes=2048, lowering="eager")
+        apply(pipe, device="cuda", memory="2MiB", dtype=torch.bfloat16, pack=pack, min_bytes=2048, lowering="eager")
         made[pack] = [generate(pipe, seed) for seed in range(3)]
         assert bool(packed(pipe.transformer)) == pack
         assert cycles(pipe.transformer)[0].measurements[-1].moved_bytes

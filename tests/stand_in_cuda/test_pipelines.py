@@ -45,7 +45,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
     twin.to("cpu")
     torch.cuda.empty_cache()
     less = plain[0][0] - weights // 2
-    pipe = apply(small_pipeline(name), "cuda", memory=budget_for(less), min_bytes=2048, lowering="eager")
+    pipe = apply(small_pipeline(name), device="cuda", memory=budget_for(less), min_bytes=2048, lowering="eager")
     budget = budget_of(pipe)
     assert budget is not None and 0 <= budget.usable - less <= 1
     for seed, (_, want) in enumerate(plain):
@@ -68,7 +68,7 @@ def test_what_the_allocator_keeps_between_phases() -> None:
     pipe, twin = small_pipeline("wan"), small_pipeline("wan").to("cuda")
     sizes = {pipe.text_encoder: 48 * MIB, pipe.transformer: 80 * MIB, pipe.vae.decoder: 112 * MIB}
     total = 160 * MIB  # less than their sum
-    apply(pipe, "cuda", memory=total, min_bytes=2048, lowering="eager")
+    apply(pipe, device="cuda", memory=total, min_bytes=2048, lowering="eager")
 
     def take(size: int, *_: Any) -> None:
         torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -91,7 +91,7 @@ def test_what_the_allocator_keeps_between_phases() -> None:
 
 def test_a_budget_below_the_activations(caplog: pytest.LogCaptureFixture) -> None:
     """Known after the first call of the component, which a warning names."""
-    pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
+    pipe = apply(small_pipeline("wan"), device="cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
     got = WAN.generate(pipe, 0)
     assert re.search(r"memory=1\.5 MiB is too little for \w+ .* take [\d.]+ MiB", caplog.text)
     remove(pipe)
@@ -101,7 +101,7 @@ def test_a_budget_below_the_activations(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_pipeline_that_is_moved_after() -> None:
     """The next call refuses it, with a sentence; what is moved back runs on."""
-    pipe = apply(small_pipeline("wan"), "cuda", memory=8 * MIB, min_bytes=2048, lowering="eager")
+    pipe = apply(small_pipeline("wan"), device="cuda", memory=8 * MIB, min_bytes=2048, lowering="eager")
     want = WAN.generate(pipe, 0)
     pipe.to("cpu")
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_steps_are_graphs_within_the_budget() -> None:
     pipe, twin = small_pipeline("flux"), small_pipeline("flux").to("cuda")
     want = [FLUX.generate(twin, seed, num_inference_steps=8) for seed in range(3)]
     twin.to("cpu")
-    apply(pipe, "cuda", memory=40 * MIB, min_bytes=2048, lowering="eager", cudagraphs=True)
+    apply(pipe, device="cuda", memory=40 * MIB, min_bytes=2048, lowering="eager", cudagraphs=True)
     for seed in range(3):
         assert torch.equal(FLUX.generate(pipe, seed, num_inference_steps=8), want[seed])
     budget = budget_of(pipe)
