@@ -163,7 +163,7 @@ def compile_by_kind(
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
-        placement.progress = CompileProgress(name, 1)
+        placement.progress = CompileProgress(name, 1, model)
         _show_progress(model, placement.progress)
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
@@ -180,7 +180,7 @@ def compile_by_kind(
             _compile_module(module, options, dynamic, _with_hooks, levels)
     for part in op_by_op.values():
         _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
-    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)))
+    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)), model)
     _show_progress(model, placement.progress)
 
 
