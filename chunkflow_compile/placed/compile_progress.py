@@ -31,9 +31,9 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 class CompileProgress:
     """Shows which part of a model is being compiled, in one line, while the model is called: a context manager.
 
-    The line appears when Dynamo begins, before the first part is traced, and names the part, its number and the seconds that
-    have passed.  A compilation that takes LINE_S or longer is also reported when it is done.  Both are logged at INFO, whether
-    there is a terminal or not.
+    The line appears when Dynamo begins, before the first part is traced, and names the part, its number and the time that has
+    passed.  A compilation that takes LINE_S or longer is also reported when it is done.  Both are logged at INFO, with or
+    without a terminal.
     ``name``: the model's.  ``kinds``: the number of compilations to expect in its first call, 0 if that is not known.
     ``model``: kept weakly.  ``now``: a clock, seconds.
     """
@@ -76,8 +76,8 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """The backend at work.  Dynamo's part is over then, which is shown in calls of the model inside this context only: how
-        long it has taken is not known here."""
+        """Show the work of the backend, also of a model whose calls are not made in this context, which would show Dynamo's
+        tracing too.  How long that has taken is not known here."""
         with self:
             with self._lock:
                 if threading.get_ident() not in self._began:

@@ -51,9 +51,7 @@ def planning(what: str) -> Iterator[None]:
 def line(text: str = "") -> tqdm[Any]:
     """A line that begins with the time since it was made, which a thread updates until the line is closed: the work that it
     reports may be one call of a compiler that takes minutes."""
-    bar = tqdm(
-        bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, disable=_disabled(), mininterval=0
-    )
+    bar = tqdm(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, disable=_disabled(), mininterval=0)
     if not bar.disable:
         threading.Thread(target=_tick, args=(bar,), name="chunkflow progress", daemon=True).start()
     return bar

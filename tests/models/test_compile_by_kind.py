@@ -151,7 +151,7 @@ def test_progress_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     for fails in (False, True):
         odd = progress(monkeypatch, Odd(fails), {**EAGER, "min_bytes": 64})
         # torch's own modules are called by name too
-        assert "Odd: compiling before (1 of 4): tracing" in odd and "Odd: compiling blocks.0 (2 of 4): tracing" in odd
+        assert "Odd: compiling before (1 of 4): tracing" in odd and "Odd: compiling blocks.0 (3 of 4): tracing" in odd
     chunkflow_compile.restore(never_called)
     assert progress(monkeypatch, Stack(3), terminal=False) == ""
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
@@ -199,8 +199,14 @@ def test_a_line_for_each_long_compilation(
     quick.progress.now = OwnClock(tick=1.9).now
     other(torch.randn(4, 8))
     said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.placed.compile_progress"]
-    first, again = "pipe.transformer: compiling blocks.0 (1 of 1)", "pipe.transformer: compiling blocks.0 for other inputs"
-    ended = ["pipe.transformer: compiled blocks.0 in 2.0 s", "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s"]
+    first, again = (
+        "pipe.transformer: compiling blocks.0 (1 of 1)",
+        "pipe.transformer: compiling blocks.0 for other inputs",
+    )
+    ended = [
+        "pipe.transformer: compiled blocks.0 in 2.0 s",
+        "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s",
+    ]
     assert said == [first, ended[0], again, ended[1], again]
     assert all((f"chunkflow: {line}\n" in shown.getvalue()) == terminal for line in ended)
     assert (f"{again}: tracing" in shown.getvalue()) == terminal == bool(shown.getvalue())
