@@ -43,6 +43,7 @@ from chunkflow_compile.frontend.preconditions import (
     refuse_gradients,
     warn_if_no_module_holds,
     warn_if_nothing_streams,
+    warn_of_small_weights,
     weights_and_modules,
 )
 from chunkflow_compile.frontend.trace import (
@@ -141,6 +142,8 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     if part:
         guard_hooks()
     warn_if_nothing_streams(index, program)
+    if index.root is not None and not program.offloaded and (placement is None or placement.owned_arena is None):
+        warn_of_small_weights(index.root, min_bytes)  # of a pipeline, apply says it
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in program.offloaded]
         if part and wanted:  # its guards then fit the other blocks too

@@ -31,7 +31,7 @@ from chunkflow_compile.frontend.block_kinds import (
     structure_of,
 )
 from chunkflow_compile.frontend.guard_filter import needed
-from chunkflow_compile.frontend.preconditions import guard_hooks
+from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -87,6 +87,7 @@ def compile(
             refuse_no_peers(peers, share, target_of(model, device), chosen)
         placing = {"dtype": dtype, "share": share, "host_memory": host_memory, "pack": chosen.pack, "peers": peers}
         offload(model, device, min_bytes=chosen.min_bytes, **placing)
+    warn_of_small_weights(model)
     placement = placement_of(model)
     assert placement is not None
     compile_by_kind(model, placement, for_backend(options, chosen), dynamic)

@@ -185,7 +185,7 @@ chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
     def test_explain(self) -> None:
         plan = Plan.from_json(self.plan("plan.json", *self.target()).read_text())
         self.assertExpectedInline(
-            str(explain_plan(plan, slow_run(plan))),
+            explain_plan(plan, slow_run(plan)).report(details=True),
             """\
 policy chunkflow, planned for machine; medians of 7 calls; plan ce8c4b8e71195e8f
 
