@@ -249,8 +249,8 @@ def why_nothing_streams(model: nn.Module, min_bytes: int | None = None) -> str:
     name, largest = max(weights.values(), key=lambda weight: bytes_of(weight[1]))
     if bytes_of(largest) < min_bytes:
         return (
-            f"nothing streams, because every weight is smaller than min_bytes={size(min_bytes)}: the largest, {name}, has "
-            f"{size(bytes_of(largest))}"
+            f"nothing streams: all weights are smaller than min_bytes={size(min_bytes)} (the largest, {name}, has "
+            f"{size(bytes_of(largest))})"
         )
     reason = why_not(largest, ModelIndex.of(root))
     return f"nothing streams. Of the largest weight, {name}: {reason}" if reason else ""

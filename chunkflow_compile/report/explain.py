@@ -122,13 +122,13 @@ class Explanation:
             )
         if self.cold > 1:  # the first always is
             stalls += f"; {self.cold} calls began cold"
-        on_device = "all" if self.device_bytes >= self.weight_bytes else size(self.device_bytes)
+        on_device = min(self.device_bytes, self.weight_bytes)  # slots are aligned
         peak = "" if self.peak_bytes is None else f"; {size(self.peak_bytes)} allocated at most so far"
         host = "" if self.host_bytes is None else f"{size(self.host_bytes)} of weights; "
         return Summary(
             step=f"{measured} (median of {self.steps}{planned})",
             stalls=stalls,
-            device=f"{on_device} of {size(self.weight_bytes)} of weights{peak}",
+            device=f"{size(on_device)} of {size(self.weight_bytes)} of weights{peak}",
             host=self.unstreamed or f"{host}{size(self.moved_bytes)} copied to the device per step",
             faster=self.faster,
         )

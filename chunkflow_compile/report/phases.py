@@ -87,7 +87,7 @@ class PipelineFigures:
                 step_s=step_s, waited_s=waited_s, moved_bytes=first.moved, budget=self.total, weight_bytes=weights
             )
         if failed := [p.name for p in self.phases if p.retries]:
-            faster = f"give apply more memory: {', '.join(failed)} ran out of {size(self.total)}, and a call ran twice"
+            faster = f"more memory: {', '.join(failed)} ran out of {size(self.total)}, and a call ran twice"
         most = "" if self.most is None else f"{size(self.most)} at most, "
         host = f"{size(streamed)} of {size(weights)} of weights stream from it"
         if not streamed and self.phases:

@@ -48,10 +48,10 @@ def advice(
         why = "all copies overlap with compute" if moved_bytes else "nothing is copied in a step"
         return f"{why}: compute is the limit, and more memory would not help"
     if name == "weights":
-        return (
-            f"give it more memory than {size(budget)} (all weights take {size(weight_bytes)}), or fewer bytes to copy: "
-            "pack=True, or quantised weights"
+        memory = (
+            f"more memory than {size(budget)} (all weights: {size(weight_bytes)}), " if budget < weight_bytes else ""
         )
+        return f"{memory}pack=True, or quantised weights"
     if name == "host":
         return "the host launches work more slowly than it runs: cudagraphs=True (on a GPU), or larger inputs"
     return "collectives are the limit: fewer ranks, or a faster link between the GPUs"

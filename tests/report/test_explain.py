@@ -129,9 +129,10 @@ def test_five_lines_come_first() -> None:
 
 def test_what_to_change_follows_from_the_longest_wait() -> None:
     rest = {"moved_bytes": 8 << 20, "budget": 1 << 30, "weight_bytes": 4 << 30}
-    more = "give it more memory than 1.00 GiB (all weights take 4.00 GiB), or fewer bytes to copy: pack=True"
+    more = "more memory than 1.00 GiB (all weights: 4.00 GiB), pack=True, or quantised weights"
     for waits, said in (
         ({"waited_s": 0.3}, more),
+        ({"waited_s": 0.3, "budget": 4 << 30}, "pack=True, or quantised weights"),
         ({"waited_s": 0.1, "host_s": 0.2}, "the host launches work more slowly than it runs: cudagraphs=True"),
         ({"waited_s": 0.1, "collective_s": 0.2}, "collectives are the limit"),
         ({"waited_s": 0.01}, "all copies overlap with compute: compute is the limit"),
@@ -150,7 +151,7 @@ def test_predictions_are_for_a_machine_that_was_measured(known: bool) -> None:
         step(model, twin)
         if calls in (2, 6):  # of a part, and of a cycle
             found, text = explained(model)
-            assert ("predicted" in text) == ("planned," in text) == ("ratio" in text) == known, text
+            assert ("predicted" in text) == ("planned)" in text) == ("ratio" in text) == known, text
             assert ("Predictions are not shown: the profile 'cpu' was not made for this machine" in text) != known
     assert found.windows and found.figures[0].predicted, "the figures have them"
     replan(model, as_measured=True)
@@ -180,7 +181,7 @@ def test_which_profiles_are_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_weights_that_are_all_small_are_said_to_be(caplog: pytest.LogCaptureFixture, applied: Any) -> None:
     """By compile, by torch.compile, by apply, and by explain of both."""
-    why = "nothing streams, because every weight is smaller than min_bytes=1.0 MiB: the largest, "
+    why = "nothing streams: all weights are smaller than min_bytes=1.0 MiB (the largest, "
     small = {k: v for k, v in EAGER.items() if k != "min_bytes"}
     for whole in (False, True):
         # each warning is logged once per process
@@ -223,8 +224,7 @@ step:           200.0 ms for a call of transformer (20 calls, 100.0 ms planned);
 stalls:         50.0 ms, 25 % of it, waiting for weights
 device memory:  1.00 GiB at most, of a budget of 2.00 GiB for weights and activations
 host memory:    2 B of 1.00 GiB of weights stream from it
-to go faster:   give it more memory than 2.00 GiB (all weights take 1.00 GiB), or fewer bytes to copy: pack=True, or \
-quantised weights"""
+to go faster:   pack=True, or quantised weights"""
     )
     guess = replace(fast, profiled=False)
     shown = str(PipelineFigures((guess,), 2 << 30, details=True))
