@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,14 @@ DELAY_S = 1.0
 TICK_S = 1.0
 
 
-def _disabled() -> bool | None:
-    """For tqdm: None disables a bar where stderr is no terminal."""
-    return True if os.environ.get("CHUNKFLOW_PROGRESS") == "0" else None
+def _on_stderr() -> dict[str, Any]:
+    """Arguments for tqdm: whether a bar is disabled, where None does so if stderr is no terminal; and the size of a terminal
+    that tells none, as in a container or a script, on which tqdm would draw nothing."""
+    given: dict[str, Any] = {"disable": True if os.environ.get("CHUNKFLOW_PROGRESS") == "0" else None}
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be any object with a method write
+        if 0 in os.get_terminal_size(sys.stderr.fileno()):
+            given |= {"ncols": 100, "nrows": 24}
+    return given
 
 
 @contextlib.contextmanager
@@ -36,7 +42,7 @@ def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int
         unit_scale=True,
         delay=0 if expected else DELAY_S,
         leave=False,
-        disable=_disabled(),
+        **_on_stderr(),
     ) as bar:
         yield bar.update
 
@@ -51,7 +57,7 @@ def planning(what: str) -> Iterator[None]:
 def line(text: str = "") -> tqdm[Any]:
     """A line that begins with the time since it was made, which a thread updates until the line is closed: the work that it
     reports may be one call of a compiler that takes minutes."""
-    bar = tqdm(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, disable=_disabled(), mininterval=0)
+    bar = tqdm(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, mininterval=0, **_on_stderr())
     if not bar.disable:
         threading.Thread(target=_tick, args=(bar,), name="chunkflow progress", daemon=True).start()
     return bar

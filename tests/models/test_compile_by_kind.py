@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import logging
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import ExitStack, nullcontext
@@ -243,6 +249,19 @@ def test_a_line_updates_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
             ticker.join(WITHIN)
             assert drawn >= 5 and not ticker.is_alive()
         assert terminal or not shown.getvalue()
+
+
+def test_a_line_on_a_terminal_without_a_size() -> None:
+    """As that of a container or a script: tqdm alone draws nothing there."""
+    script = "from chunkflow_compile.weights.progress import line; line('compiling').close()"
+    for rows, columns in ((0, 0), (24, 80)):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        subprocess.run([sys.executable, "-c", script], stderr=theirs, check=True, timeout=WITHIN)
+        shown = os.read(ours, 4096)
+        os.close(ours)
+        os.close(theirs)
+        assert b"chunkflow [00:00] compiling" in shown, (rows, columns)
 
 
 def test_blocks_of_a_list_of_one_stage() -> None:
