@@ -14,24 +14,27 @@ import os
 
 import torch
 import torch.distributed as dist
-from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from needs import need
 
 import chunkflow_compile
 from chunkflow_compile.catalog.ulysses import enable_ulysses
 
-STEPS = 5
+STEPS, HEADS = 5, 8
 
 
 @torch.no_grad()
 def main() -> None:
-    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = need("diffusers", heads=HEADS)
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),
-        num_attention_heads=8,
+        num_attention_heads=HEADS,
         attention_head_dim=64,
         in_channels=16,
         out_channels=16,

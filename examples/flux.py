@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from needs import need
 
 import chunkflow_compile
 
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--memory", help="most bytes on the device, such as 12GiB (default: what is free)")
     parser.add_argument("--prompt", default="a paper boat on a river")
     arguments = parser.parse_args()
+    need("diffusers", "transformers")
     if arguments.tiny:
         from small_pipelines import SMALL_PIPELINES, small_pipeline
 

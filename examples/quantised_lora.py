@@ -1,5 +1,6 @@
 """A transformer in int8, with a LoRA: quantise, apply, then load and switch adapters as ever.
 
+pip install '.[diffusers,adapters]' torchao
 python examples/quantised_lora.py --memory 8GiB --lora user/repository
 python examples/quantised_lora.py --tiny  # random weights and adapter, runs anywhere
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from PIL import Image
+from needs import need
 
 import chunkflow_compile
 
@@ -20,6 +21,10 @@ def main() -> None:
     parser.add_argument("--memory", help="most bytes on the device, such as 8GiB (default: what is free)")
     parser.add_argument("--lora", help="an adapter to load")
     arguments = parser.parse_args()
+    need("diffusers", "transformers", "torchao", *(["peft"] if arguments.lora or arguments.tiny else []))
+    from PIL import Image
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
     if arguments.tiny:
         from small_pipelines import SMALL_PIPELINES, small_pipeline
 
@@ -30,8 +35,6 @@ def main() -> None:
 
         pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", torch_dtype=torch.bfloat16)
         call, options = {"prompt": "a paper boat on a river"}, {"memory": arguments.memory}
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
     for name in ("blocks", "transformer_blocks", "single_transformer_blocks"):
         if (blocks := getattr(pipe.transformer, name, None)) is not None:
             quantize_(blocks, Int8WeightOnlyConfig())  # all linear layers of the blocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from PIL import Image
+from needs import need
 
 import chunkflow_compile
 
@@ -21,6 +21,9 @@ def main() -> None:
     parser.add_argument("--image", help="the image to edit (default: one colour)")
     parser.add_argument("--prompt", default="a paper boat on a river")
     arguments = parser.parse_args()
+    need("diffusers", "transformers")
+    from PIL import Image
+
     image = Image.open(arguments.image) if arguments.image else Image.new("RGB", (64, 64), (120, 30, 200))
     if arguments.tiny:
         from small_pipelines import SMALL_PIPELINES, small_pipeline

@@ -25,17 +25,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
-from fastapi import FastAPI, HTTPException
-from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, Field
-from ray import serve
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
-from ray.util.metrics import Gauge
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+try:
+    import ray
+    from fastapi import FastAPI, HTTPException
+    from prometheus_client import CollectorRegistry
+    from pydantic import BaseModel, ConfigDict, Field
+    from ray import serve
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError
+    from ray.util.metrics import Gauge
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as error:
+    raise SystemExit(f"serve_ray.py needs {error.name}: pip install '.[diffusers,ray]'") from None
+
+from needs import need
 
 import chunkflow_compile
 from chunkflow_compile import use_adapters
@@ -285,6 +291,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    need("diffusers", "transformers")  # the rest is checked above
     small = {"num_cpus": arguments.replicas * arguments.ulysses, "object_store_memory": 100 << 20}
     ray.init(**({**small, "include_dashboard": False} if arguments.tiny else {}))
     serve.start(http_options={"host": arguments.host, "port": arguments.port})

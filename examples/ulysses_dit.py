@@ -87,6 +87,9 @@ def planned() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def main() -> None:
+    from needs import need  # not at the top: chunkflow plan loads this file from anywhere
+
+    need(heads=HEADS, least=2)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights and noise on every rank

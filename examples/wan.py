@@ -12,7 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from PIL import Image
+from needs import need
 
 import chunkflow_compile
 from chunkflow_compile.catalog.ulysses import enable_ulysses
@@ -24,7 +24,10 @@ def main() -> None:
     parser.add_argument("--memory", help="most bytes on the device, such as 24GiB (default: what is free)")
     parser.add_argument("--prompt", default="a paper boat on a river")
     arguments = parser.parse_args()
-    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = need("diffusers", "transformers", heads=4 if arguments.tiny else 40)
+    from PIL import Image
+
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,10 +1,11 @@
-"""``chunkflow explain``: after a run, predicted beside measured."""
+"""``chunkflow explain``: what limits a step, after a run."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.options import read_measured, read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.explain import explain_plan
@@ -18,8 +19,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _measured_folder(Path(arguments.folder))
     if not (folder / MEASURED_FILE).exists():
         raise ChunkflowError(f"{folder} holds no measurement: compile with options={{'dump': DIR}} and call the model.")
-    explanation = explain_plan(read_plan(folder / PLAN_FILE), read_measured(folder / MEASURED_FILE))
-    say(arguments, f"{folder}\n\n{explanation.report(arguments.windows)}")
+    plan = read_plan(folder / PLAN_FILE)
+    explanation = explain_plan(plan, read_measured(folder / MEASURED_FILE), profiled=is_of_machine(plan.hardware))
+    say(arguments, f"{folder}\n\n{explanation.report(arguments.details, arguments.windows)}")
     write_json(arguments, explanation.to_json())
     return 0
 

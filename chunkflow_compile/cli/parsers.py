@@ -151,7 +151,8 @@ def _dump(parser: ArgumentParser) -> None:
 
 def _explain(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of the dump, or of one program in it")
-    parser.add_argument("--windows", action="store_true", help="list every window")
+    parser.add_argument("--details", action="store_true", help="predictions, the worst stalls and windows")
+    parser.add_argument("--windows", action="store_true", help="the same, with every window")
     add_json(parser, "the explanation")
 
 
@@ -286,15 +287,17 @@ examples:
     ),
     "explain": Command(
         _explain,
-        "after a run: predicted beside measured, the worst stalls and why",
+        "after a run: what limits a step, and what to change",
         """\
-Explains a run of a model that was compiled with options={'dump': DIR}: the step, waits, collectives
-and copies, predicted beside measured; the worst stalls with their reasons; what limits the step.  In
-Python: print(chunkflow_compile.explain(compiled)).""",
+Explains a run of a model that was compiled with options={'dump': DIR}: the time of a step, stalls,
+device memory, host memory, and what to change to make it faster.  With --details also what was
+predicted, the worst stalls with their reasons, and the windows that differ most.  In Python:
+print(chunkflow_compile.explain(compiled, details=True)).""",
         """\
 examples:
   chunkflow demo --dump run
   chunkflow explain run/contention    # the newest program of the first rank
+  chunkflow explain run/contention --details
   chunkflow explain run/contention/rank1_3 --windows""",
     ),
     "doctor": Command(

@@ -43,6 +43,7 @@ from chunkflow_compile.frontend.preconditions import (
     refuse_gradients,
     warn_if_no_module_holds,
     warn_if_nothing_streams,
+    warn_of_small_weights,
     weights_and_modules,
 )
 from chunkflow_compile.frontend.trace import (
@@ -71,7 +72,7 @@ from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
-from chunkflow_compile.placed.placement import Placement, placement_of, placements_around
+from chunkflow_compile.placed.placement import Placement, placement_of, placements_around, progress_of
 from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
@@ -137,16 +138,20 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         return lower_without_weights(graph, inputs, chosen.lowering, chosen.inductor)
     placement = None if index.root is None else placement_of(index.root)
     min_bytes = chosen.min_bytes if placed is None else placed
-    compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
-    with dynamo_timed("chunkflow.aot"):
-        fixed = set() if placement is None else placement.fixed
-        compiled, runner = _at_open_sizes(graph, inputs, compiler, fixed)
-    if placement is not None and placement.progress is not None:
-        placement.progress.compiled(p.name for p in compiler.parameters)
+    progress = progress_of(graph if index.root is None else index.root)
+    with progress.compiling():
+        compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
+        compiler = replace(compiler, report=progress.say)
+        with dynamo_timed("chunkflow.aot"):
+            fixed = set() if placement is None else placement.fixed
+            compiled, runner = _at_open_sizes(graph, inputs, compiler, fixed)
+        progress.compiled(p.name for p in compiler.parameters)
     part, program = compiler.settings.part, runner.codes.first.program
     if part:
         guard_hooks()
     warn_if_nothing_streams(index, program)
+    if index.root is not None and not program.offloaded and (placement is None or placement.owned_arena is None):
+        warn_of_small_weights(index.root, min_bytes)  # of a pipeline, apply says it
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in program.offloaded]
         if part and wanted:  # its guards then fit the other blocks too
@@ -197,7 +202,6 @@ def _compiler(
         index=index,
         device=device,
         min_bytes=min_bytes,
-        report=str if placement is None or placement.progress is None else placement.progress.say,
         room=None if placement is None else placement.room,
         pieces=_pieces_elsewhere(placement, buffers) if part else 0,
     )
@@ -241,7 +245,7 @@ class _Compiler:
     index: ModelIndex
     device: torch.device
     min_bytes: int
-    report: Callable[[str], object]
+    report: Callable[[str], object] = str
     room: int | None = None
     pieces: int = 0
 

@@ -31,7 +31,7 @@ from chunkflow_compile.frontend.block_kinds import (
     structure_of,
 )
 from chunkflow_compile.frontend.guard_filter import needed
-from chunkflow_compile.frontend.preconditions import guard_hooks
+from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options, refuse_positional
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -92,6 +92,7 @@ def compile(
             refuse_no_peers(peers, share, target_of(model, device), chosen)
         placing = {"dtype": dtype, "share": share, "host_memory": host_memory, "pack": chosen.pack, "peers": peers}
         offload(model, device, min_bytes=chosen.min_bytes, **placing)
+    warn_of_small_weights(model)
     placement = placement_of(model)
     assert placement is not None
     compile_by_kind(model, placement, for_backend(options, chosen), dynamic)
@@ -170,7 +171,7 @@ def compile_by_kind(
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
-        placement.progress = CompileProgress(name, 1)
+        placement.progress = CompileProgress(name, 1, model)
         model._compiled_call_impl = Shown(model, placement.progress)
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
@@ -187,7 +188,7 @@ def compile_by_kind(
             _compile_module(module, options, dynamic, _with_hooks, levels)
     for part in op_by_op.values():
         _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
-    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)))
+    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)), model)
     model._compiled_call_impl = Shown(model, placement.progress)
 
 

@@ -27,6 +27,7 @@ from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex, filled_by
+from chunkflow_compile.placed.offload import why_nothing_streams
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
@@ -112,6 +113,12 @@ def warn_if_nothing_streams(index: ModelIndex, program: Program) -> None:
             "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "
             "the first call."
         )
+
+
+def warn_of_small_weights(model: nn.Module, min_bytes: int | None = None) -> None:
+    """Warn, once per process and class, if no weight of a model streams.  ``min_bytes``: by default that of its placement."""
+    if reason := why_nothing_streams(model, min_bytes):
+        _warn_once(f"{type(model).__name__}: {reason}")
 
 
 def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkflow_compile.passes.cost.timings import AS_MEASURED
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
@@ -87,6 +88,26 @@ def profile_of_card(card: str) -> str | None:
     if (measured := _measured_path()) is not None and f"{card}, torch" in str(_read_profile(measured).sources):
         return MEASURED
     return next((profile for profile in profile_names() if card in _read_built_in(profile).cards), None)
+
+
+def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
+    """Whether a plan's profile is of the machine that it runs on: one that was measured there or given as a file, or the
+    built-in one of the card.  That of CPUs was measured on another CPU, and scaled ones are guesses.
+
+    ``profile``: its name in the plan.  ``device``: that the plan runs on; None trusts the profile of any card.
+    """
+    if profile.endswith(AS_MEASURED):
+        return True
+    if profile == CPU or profile.startswith(SCALED):
+        return False
+    if device is None or profile not in profile_names():
+        return True
+    if device.type != "cuda":
+        return False
+    import torch
+
+    cards = _read_built_in(profile).cards  # none for a machine that is no card's alone, which the user has named
+    return not cards or torch.cuda.get_device_properties(device).name in cards
 
 
 def _scaled(name: str) -> Hardware:

@@ -38,7 +38,7 @@ from chunkflow_compile.pipeline.components import (
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.pipeline.phase import Phase, kept_by
-from chunkflow_compile.placed.offload import bring_back, has_packable, offload
+from chunkflow_compile.placed.offload import bring_back, has_packable, offload, why_nothing_streams
 from chunkflow_compile.placed.placement import placement_of, placements_of
 from chunkflow_compile.placed.streamable import GGUF, class_of
 from chunkflow_compile.runtime.arena import Arena
@@ -77,12 +77,13 @@ def apply(
     adapters: int | Mapping[str, Any] | None = None,
     **options: Unpack[PipelineOptions],
 ) -> Any:
-    """Place and compile the components of a diffusers pipeline, within one budget; print a table; return the pipeline.
+    """Place and compile the components of a diffusers pipeline, within one budget; return the pipeline.
 
     The weights of all components stream from host memory.  Transformers, encoders and ControlNets are compiled by kind,
     as :func:`compile` does, and a VAE's decoder; they run one after another, and give way to each other on the device.
-    ``pipe(...)`` may be called by several threads: one generation runs at a time.  After the first one the table is printed
-    again, with the predicted times of the components' calls, which depend on their sizes.
+    ``pipe(...)`` may be called by several threads: one generation runs at a time.  The first one compiles, and shows its
+    progress on a terminal.  A line for each component is logged at INFO, and again after the first generation, with the times
+    of its calls; :func:`explain` has the rest.
 
     All arguments but the pipeline are given by name.
     ``device``: by default the GPU that torch uses, or else the CPU.
@@ -109,7 +110,7 @@ def apply(
     given = {name: value for name, value in given.items() if value is not None}
     while (budget := _apply(pipe, device, memory, given)) is None:
         pass  # another thread applies a pipeline of the same components, and this one has waited for it
-    budget.show()
+    budget.log()
     return pipe
 
 
@@ -229,12 +230,20 @@ def _add(
                 phase.enabled = model in enabled
                 _compile_phase(phase, budget, given, chosen, dynamic)
                 moved(_weight_bytes(model))
+        _warn_if_nothing_streams(models, chosen.min_bytes)
     except BaseException:
         for model in placed:
             undo(model, budget)
         for model in filter(is_enabled, enabled):
             disable_adapters(model)
         raise
+
+
+def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) -> None:
+    """Say so if all weights of all components stay on the device, for which nobody needs a budget."""
+    reasons = {name: why_nothing_streams(model, min_bytes) for name, model in models.items()}
+    if reasons and all(reasons.values()):
+        _log.warning("%s", "; ".join(f"pipe.{name}: {reason}" for name, reason in reasons.items()))
 
 
 def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Options) -> dict[str, Pack]:

@@ -80,10 +80,11 @@ class Budget:
         placements = (placement_of(phase.root) for phase in self.phases)
         return sum(placement.store.held_bytes for placement in placements if placement is not None)
 
-    def show(self) -> None:
-        """Print what is known of the phases now, on the first rank only."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(self.figures())
+    def log(self) -> None:
+        """Log a line for each phase, at INFO, on the first rank only."""
+        if _log.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
+            for figures in self.figures().phases:
+                _log.info("%s", figures)
 
     def phase_of(self, module: nn.Module) -> Phase | None:
         """The phase of a component, None if it has none here."""

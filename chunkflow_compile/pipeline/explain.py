@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
+from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.pipeline.budget import budget_of
-from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.packing_notes import packing_notes
+from chunkflow_compile.placed.placement import Placement, placements_of
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.first_step import first_step_phases
@@ -23,17 +27,20 @@ from chunkflow_compile.runtime.measurement import Measured, as_one, measured
 from chunkflow_compile.runtime.order import Solo
 
 
-def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
-    """Compare prediction and measurement of the newest program on a compiled or placed model; print the result.
+def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | PipelineFigures:
+    """Explain how the newest program on a compiled or placed model runs, or an applied pipeline; print the result.
 
-    Of a pipeline that was applied: its components, what each has on the device, and how long its calls take.
+    It is five lines: the time of a step, the stalls in it, device memory, host memory, and what to change to make it faster.
+    ``details`` adds the rest.  Of a model: prediction and measurement, the worst stalls and why, the windows, and where the
+    time of compiling went.  Of a pipeline: what each component has on the device, and how long its calls take.  Predictions
+    are shown only if the plan was made for a profile of this machine.
 
     If the model's programs run as a cycle, that is explained instead: times are for one pass over its calls.  Before, if they
     are several, the one that takes longest is explained; the report says so, and what one call of each takes together.
     Raises ChunkflowError if no program of the model runs.
     """
     if (budget := budget_of(compiled)) is not None and not isinstance(compiled, nn.Module):
-        return budget.figures()
+        return replace(budget.figures(), details=details)
     if not isinstance(compiled, nn.Module):
         raise ChunkflowError(
             f"This {type(compiled).__name__} is not applied: call chunkflow_compile.apply(pipe) first."
@@ -43,15 +50,15 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
         raise ChunkflowError(
             "No program of this model has run yet: compile it with ChunkFlow and call it first, also after restore."
         )
-    first_step = first_step_phases(compilation_time_metrics)
+    of_model = partial(_of_model, compiled, details)
     running = cycles(compiled)
     bound = next((r for r in running if r.measurements), None)
     if bound is not None:
-        plan = bound.plan
-        explanation = explain_plan(plan, measured(plan, bound.measurements), f"a pass over {len(bound.calls)} calls")
-        notes = dict.fromkeys((*(note for program in ran for note in program.notes), *packing_notes(compiled)))
-        calls = tuple(call_figures(bound.cycle))
-        return replace(explanation, calls=calls, jumps=bound.jumps, notes=tuple(notes), first_step=first_step)
+        plan, what = bound.plan, f"a pass over {len(bound.calls)} calls"
+        profiled = is_of_machine(plan.hardware, bound.arena.device)
+        explanation = explain_plan(plan, measured(plan, bound.measurements), what, profiled)
+        explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
+        return of_model(explanation, dict.fromkeys(note for program in ran for note in program.notes))
     # of the newest size, and outside cycles
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
@@ -59,13 +66,34 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
             "The programs of this model run as a cycle of which no pass was measured yet: call the model again."
         )
     newest, times = [*parts.values()][-1]
+    profiled = is_of_machine(newest.plan.hardware, newest.arena.device)
     if not newest.call.part or len(parts) == 1:
-        explanation = explain_plan(newest.plan, times)
+        explanation = explain_plan(newest.plan, times, profiled=profiled)
     else:
         newest, times = max(parts.values(), key=lambda part: part[1].step_s)
-        explanation = explain_plan(newest.plan, times, f"a call of {_name(newest)}")
-        explanation = replace(explanation, part=_part(newest, [*parts.values()], bool(running)))
-    return replace(explanation, notes=(*newest.notes, *packing_notes(compiled)), first_step=first_step)
+        explanation = explain_plan(newest.plan, times, f"a call of {_name(newest)}", profiled)
+        part = _part(newest, [*parts.values()], bool(running), profiled)
+        explanation = replace(explanation, part=part)
+    return of_model(explanation, newest.notes)
+
+
+def _of_model(model: nn.Module, details: bool, explanation: Explanation, notes: Iterable[str]) -> Explanation:
+    """The same, with what is known of the model itself.  ``notes``: of its programs."""
+    return replace(
+        explanation,
+        details=details,
+        peak_bytes=_peak(placements_of(model)),
+        host_bytes=sum(placement.store.held_bytes for placement in placements_of(model)),
+        unstreamed=why_nothing_streams(model),
+        notes=(*notes, *packing_notes(model)),
+        first_step=first_step_phases(compilation_time_metrics),
+    )
+
+
+def _peak(placements: Iterable[Placement]) -> int | None:
+    """Most bytes that this process has allocated on the GPU of a model; None on a CPU, where nothing counts them."""
+    device = next((placement.store.device for placement in placements), None)
+    return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
 
 
 def _name(part: Solo) -> str:
@@ -74,10 +102,13 @@ def _name(part: Solo) -> str:
     return block_of(weight) or weight.rpartition(".")[0] or "a part without large weights"
 
 
-def _part(chosen: Solo, parts: Sequence[tuple[Solo, Measured]], planned: bool) -> str:
-    """What a part is one of.  ``planned``: whether there is a cycle of them already."""
+def _part(chosen: Solo, parts: Sequence[tuple[Solo, Measured]], planned: bool, profiled: bool) -> str:
+    """Which of the parts of a model is explained.  ``planned``: whether there is a cycle of them already.  ``profiled``:
+    whether to say what was predicted."""
     predicted = [p.plan.predicted.step_s for p, _ in parts if p.plan.predicted is not None]
-    together = f"{seconds(sum(predicted))} as predicted and {seconds(sum(m.step_s for _, m in parts))} as measured"
+    together = f"{seconds(sum(m.step_s for _, m in parts))} as measured"
+    if profiled:
+        together = f"{seconds(sum(predicted))} as predicted and {together}"
     text = (
         f"{_name(chosen)} takes longest of the {len(parts)} parts of this model, and is explained here. A call of each takes "
         f"{together}."

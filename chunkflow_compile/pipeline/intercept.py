@@ -45,7 +45,7 @@ def in_turns(cls: type) -> type:
                     result = call(self, *args, **kwargs)
                 if not budget.generated:
                     budget.generated = True
-                    budget.show()
+                    budget.log()
                 return result
         return __call__(self, *args, **kwargs)  # it was applied anew by another thread, which this one waited for
 

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.phases import PhaseFigures
@@ -120,6 +121,7 @@ class Phase:
         the one that this memory is counted with.
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
+        hardware = next((program.plan.hardware for program, _ in self._newest()), None)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
         notes |= dict.fromkeys(packing_notes(self.root))
         if first is not self:
@@ -135,9 +137,19 @@ class Phase:
             predicted_s=predicted,
             measured_s=measured,
             retries=self.retries,
-            hardware=next((program.plan.hardware for program, _ in self._newest()), None),
+            stalled_s=self._per_call("exposed_h2d_s"),
+            moved=int(self._per_call("moved_bytes") or 0),
+            hardware=hardware,
+            profiled=hardware is None or is_of_machine(hardware, self.arena.device),
+            unstreamed=why_nothing_streams(self.root),
             notes=tuple(notes),
         )
+
+    def _per_call(self, figure: str) -> float | None:
+        """A field of measured steps, of all programs of the newest call together; None without a measured program."""
+        steps = [([getattr(m, figure) for m in [*program.call.measured]], count) for program, count in self._newest()]
+        measured = [count * _median(values) for values, count in steps if values]
+        return sum(measured) if measured else None
 
     def _newest(self) -> list[tuple[Solo, int]]:
         """The programs of the newest call, and how often each ran."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
+from torch import nn
 from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
@@ -18,25 +22,32 @@ from chunkflow_compile.weights.progress import line
 
 _log = logging.getLogger(__name__)
 
-# A compilation that takes as long as this is worth a line that stays.
+# A compilation that takes at least as long as this is reported when it is done.
 LINE_S = 2.0
+# The function through which every call of a module goes, compiled or not.
+_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 class CompileProgress:
-    """What compilation does now, in one line, while a model is called: a context manager.
+    """Shows which part of a model is being compiled, in one line, while the model is called: a context manager.
 
-    Of a compilation that takes LINE_S or longer, a line stays, and is logged at INFO, whether there is a terminal or not.
-    ``name``: of the model.  ``kinds``: the number of compilations to expect in its first call.  ``now``: a clock, seconds.
+    The line appears when Dynamo begins, before the first part is traced, and names the part, its number and the time that has
+    passed.  A compilation that takes LINE_S or longer is also reported when it is done.  Both are logged at INFO, with or
+    without a terminal.
+    ``name``: the model's.  ``kinds``: the number of compilations to expect in its first call, 0 if that is not known.
+    ``model``: kept weakly.  ``now``: a clock, seconds.
     """
 
     # of all models: Dynamo has one list of callbacks, and goes through it without a lock
     _registering = threading.Lock()
 
-    def __init__(self, name: str, kinds: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, kinds: int, model: nn.Module, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
         self._name = name
         self._kinds = kinds
+        self._model = weakref.ref(model)
         self._done = 0
+        self._part = ""  # that is being compiled, if its module is known
         self._parts = set[str]()  # that were compiled, by name
         self._bar: tqdm[Any] | None = None
         self._lock = threading.RLock()
@@ -63,12 +74,21 @@ class CompileProgress:
                 self._bar.close()
                 self._bar = None
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show the work of the backend, also of a model whose calls are not made in this context, which would show Dynamo's
+        tracing too.  How long that has taken is not known here."""
+        with self:
+            with self._lock:
+                if threading.get_ident() not in self._began:
+                    self._show()
+            yield
+
     def say(self, what: str) -> None:
         """Show what is being done for the current part."""
         with self._lock:
             if self._bar is not None:
-                which = f"part {self._done + 1} of {self._kinds}" if self._done < self._kinds else "for other inputs"
-                self._bar.set_description_str(f"chunkflow: {self._name}: {what} ({which})")
+                self._bar.set_description_str(f"{self._name}: compiling{self._which()}: {what}")
 
     def compiled(self, weights: Iterable[str]) -> None:
         """A part is compiled, which reads the weights of these names."""
@@ -91,6 +111,30 @@ class CompileProgress:
             if (thread := threading.get_ident()) not in self._threads:  # another model's
                 return
             self._began[thread] = self.now()
-            if self._bar is None:
-                self._bar = line()
-            self.say("tracing")
+            self._show()
+
+    def _show(self) -> None:
+        """Show that a part is being compiled, which this thread calls."""
+        self._part = self._called()
+        if self._bar is None:
+            _log.info("%s: compiling%s", self._name, self._which())
+            self._bar = line(f"{self._name}: compiling")
+        self.say("tracing")
+
+    def _which(self) -> str:
+        part = self._part and f" {self._part}"
+        if self._done < self._kinds:
+            return f"{part} ({self._done + 1} of {self._kinds})"
+        return f"{part} for other inputs" if self._kinds else f"{part} (graph {self._done + 1})"
+
+    def _called(self) -> str:
+        """The name of the innermost module of the model that this thread is calling, empty for the model itself: Dynamo does
+        not tell its callbacks what it compiles."""
+        model = self._model()
+        names = {} if model is None else {module: name for name, module in model.named_modules()}
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _CALL and (name := names.get(frame.f_locals["self"])) is not None:
+                return name
+            frame = frame.f_back
+        return ""

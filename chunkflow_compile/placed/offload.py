@@ -26,7 +26,7 @@ from chunkflow_compile.placed.placement import (
 )
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.units import Size, parse_bytes
+from chunkflow_compile.units import Size, parse_bytes, size
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.groups import Group, group_of, group_to_share_in
 from chunkflow_compile.weights.guards import detach_guards
@@ -235,6 +235,26 @@ def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: in
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
     return list(large.values())
+
+
+def why_nothing_streams(model: nn.Module, min_bytes: int | None = None) -> str:
+    """Why a model has no weight that streams, in words; empty if it has one.  ``min_bytes``: by default that of its
+    placement."""
+    root = unwrap(model)
+    weights = {id(leaf): (name, leaf) for name, leaf in named_leaves(root)}
+    if not weights or any(isinstance(leaf, HostWeight) for _, leaf in weights.values()):
+        return ""
+    if min_bytes is None:
+        placement = placement_of(root)
+        min_bytes = DEFAULT_MIN_BYTES if placement is None else placement.min_bytes
+    name, largest = max(weights.values(), key=lambda weight: bytes_of(weight[1]))
+    if bytes_of(largest) < min_bytes:
+        return (
+            f"nothing streams: all weights are smaller than min_bytes={size(min_bytes)} (the largest, {name}, has "
+            f"{size(bytes_of(largest))})"
+        )
+    reason = why_not(largest, ModelIndex.of(root))
+    return f"nothing streams. Of the largest weight, {name}: {reason}" if reason else ""
 
 
 def refuse_applied(model: nn.Module) -> None:

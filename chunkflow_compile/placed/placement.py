@@ -260,6 +260,16 @@ def placement_of(root: nn.Module) -> Placement | None:
     return placement if placement is not None and placement.root is root else None  # a shallow copy has the attribute
 
 
+def progress_of(root: nn.Module) -> CompileProgress:
+    """Shows the compilation of a model: as its placement does, or else as that of a model which torch.compile compiles."""
+    placement = placement_of(root)
+    if placement is None:
+        return CompileProgress(type(root).__name__, 0, root)
+    if placement.progress is None:  # it counts the graphs from now on
+        placement.progress = CompileProgress(type(root).__name__, 0, root)
+    return placement.progress
+
+
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
     """The placements that hold any of ``parameters`` in their stores."""
     roots = {

@@ -1,10 +1,10 @@
-"""Explain: predicted beside measured, where compute waited and why, and what limits the step."""
+"""Explain: five lines on a step; in detail, what was predicted and measured, where compute waited and why, and the limit."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from textwrap import fill
 
 from tabulate import tabulate
@@ -17,12 +17,11 @@ from chunkflow_compile.units import size
 from .calls import CallFigures, calls_table
 from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
-from .record import PROSE_WIDTH, as_json, fine, is_far, profile_does_not_fit, region_title, seconds
+from .record import PROSE_WIDTH, as_json, fine, is_far, profile_does_not_fit, region_title, seconds, without_profile
+from .summary import NOTABLE, Summary, advice
 
 # Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5
-# Share of a step from which stalls are reported; less is within the variation of steps.
-_NOTABLE = 0.02
 # Seconds below which a table shows 0.0 ms.
 _SHORT = 5e-5
 # Most characters of a region in a table: a block and two weights.
@@ -70,11 +69,15 @@ class WorstStall:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan beside its measurement.  ``str()`` gives the report.
+    """A plan and its measurement.  ``str()`` gives the report: five lines, and the rest of it with ``details``.
 
+    ``device_bytes``: weights on the device under the plan; ``weight_bytes``: all weights of the plan; ``host_bytes``: those
+    in host memory; ``peak_bytes``: most that the process has allocated on the device.  The last two are None if they are not
+    known.  ``moved_bytes``: copied to the device per step.  ``unstreamed``: why no weight streams, empty if one does.
+    ``profiled``: whether the plan is for a profile of the machine that it ran on; the report shows no predictions otherwise.
     ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``part``: what the plan is of, if it is one of several programs
-    of a model.  ``notes``: on what was compiled.  ``first_step``: where the
-    time of compiling went in this process, phases and seconds, if it is known.
+    of a model.  ``notes``: on what was compiled.  ``first_step``: where the time of compiling went in this process, phases
+    and seconds, if it is known.
     """
 
     plan: str
@@ -87,6 +90,15 @@ class Explanation:
     stalls: tuple[WorstStall, ...]
     limit: str
     advice: str
+    faster: str
+    device_bytes: int
+    weight_bytes: int
+    moved_bytes: int
+    host_bytes: int | None = None
+    peak_bytes: int | None = None
+    profiled: bool = True
+    unstreamed: str = ""
+    details: bool = False
     calls: tuple[CallFigures, ...] = ()
     jumps: int = 0
     part: str = ""
@@ -97,45 +109,72 @@ class Explanation:
     def waited_s(self) -> float:
         return sum(w.exposed_s[1] for w in self.windows)
 
+    @property
+    def summary(self) -> Summary:
+        """The five lines."""
+        step, waited_s = self.figures[0], self.waited_s
+        measured = f"{seconds(step.measured)} for {step.name}{', its longest part' if self.part else ''}"
+        planned = f", {seconds(step.predicted)} planned" if self.profiled else ""
+        stalls = "none: compute waits for no weights"
+        if waited_s > _SHORT:
+            stalls = (
+                f"{seconds(waited_s)}, {100 * waited_s / (step.measured or waited_s):.0f} % of it, waiting for weights"
+            )
+        if self.cold > 1:  # the first always is
+            stalls += f"; {self.cold} calls began cold"
+        on_device = min(self.device_bytes, self.weight_bytes)  # slots are aligned
+        peak = "" if self.peak_bytes is None else f"; {size(self.peak_bytes)} allocated at most so far"
+        host = "" if self.host_bytes is None else f"{size(self.host_bytes)} of weights; "
+        return Summary(
+            step=f"{measured} (median of {self.steps}{planned})",
+            stalls=stalls,
+            device=f"{size(on_device)} of {size(self.weight_bytes)} of weights{peak}",
+            host=self.unstreamed or f"{host}{size(self.moved_bytes)} copied to the device per step",
+            faster=self.faster,
+        )
+
     def to_json(self) -> str:
-        return as_json(self)
+        return as_json({name: value for name, value in asdict(self).items() if name != "details"})
 
     def __str__(self) -> str:
-        return self.report()
+        return self.report(self.details)
 
-    def report(self, every_window: bool = False) -> str:
+    def report(self, details: bool = False, every_window: bool = False) -> str:
         """The report as text.  ``every_window``: list all windows, not only those furthest from their prediction."""
+        return f"{self.summary}\n\n{self._details(every_window)}" if details or every_window else str(self.summary)
+
+    def _details(self, every_window: bool) -> str:
         one, several = ("pass", "passes") if self.calls else ("call", "calls")
         medians = f"medians of {self.steps} {one if self.steps == 1 else several}"
         warm = f"policy {self.policy}, planned for {self.hardware}; {medians}; plan {self.plan}"
-        prose = [f"limited by {self.limit}", self.advice, *self.notes]
-        if self.cold > 1:  # the first always is
+        advised = self.advice if self.profiled else without_profile(self.hardware, "compile")
+        prose = [f"limited by {self.limit}", advised, *self.notes]
+        if self.cold > 1:
             prose.append(
                 f"{self.cold} calls began cold, with empty slots: programs that share an arena take turns, and each "
                 "change repeats the first copies; or a call failed. Give one of them an arena of its own."
             )
-        parts = [fill(self.part, PROSE_WIDTH), warm, _figure_table(self.figures)]
-        parts += [fill(text, PROSE_WIDTH) for text in prose]
+        parts = [fill(self.part, PROSE_WIDTH), warm, _figure_table(self.figures, self.profiled)]
+        parts += [fill(text, PROSE_WIDTH) for text in filter(None, prose)]
         if self.stalls:
-            parts.append(f"worst stalls:\n\n{_stall_table(self.stalls)}")
+            parts.append(f"worst stalls:\n\n{_stall_table(self.stalls, self.profiled)}")
         elif self.waited_s > _SHORT:
             parts.append(f"compute waited {fine(self.waited_s)} for weights, nowhere longer than {fine(_SHORT)}")
         else:
             parts.append("compute waited for no weight")
         if self.calls:
             parts.append(f"a cycle of {len(self.calls)} calls, {self.jumps} jumps so far:\n\n{calls_table(self.calls)}")
-        if every_window:
-            parts.append(f"windows:\n\n{_windows(self.windows)}")
-        else:
-            most = sorted(self.windows, key=lambda w: -abs(sum(m - p for p, m in w.parts)))[:SHOWN]
-            parts.append(f"windows that differ most from what was predicted:\n\n{_windows(most)}")
+        parts.append(_windows(self.windows, every_window, self.profiled))
         if self.first_step:
             parts.append(fill(first_step_line(self.first_step), PROSE_WIDTH))
         return "\n\n".join(filter(None, parts))
 
 
-def explain_plan(plan: Plan, measured: Measured, what: str = "a call of the model") -> Explanation:
-    """Compare a measurement with its plan.  ``what``: that was measured.
+def explain_plan(
+    plan: Plan, measured: Measured, what: str = "a call of the model", profiled: bool = True
+) -> Explanation:
+    """Compare a measurement with its plan.  ``what``: that was measured.  ``profiled``: whether the plan is for a profile of
+    the machine that it ran on.
 
     Raises ChunkflowError if they do not belong together.
     """
@@ -154,6 +193,7 @@ def explain_plan(plan: Plan, measured: Measured, what: str = "a call of the mode
     windows = tuple(_compare(plan, lanes, measured))
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
     reached = measured.moved_bytes / measured.copy_s if measured.copy_s else None
+    weight_bytes = sum(weight.nbytes for weight in plan.weights)
     figures: tuple[Figure, ...] = (
         Figure(what, predicted.step_s, measured.step_s),
         Figure("compute", predicted.compute_s, measured.compute_s),
@@ -177,6 +217,19 @@ def explain_plan(plan: Plan, measured: Measured, what: str = "a call of the mode
         stalls=tuple(_worst(plan, lanes, windows)),
         limit=_longest_part(measured),
         advice=_worst_prediction(figures, plan.hardware),
+        faster=advice(
+            step_s=measured.step_s,
+            waited_s=measured.exposed_s,
+            host_s=_rest(measured),
+            collective_s=measured.collective_s,
+            moved_bytes=measured.moved_bytes,
+            budget=plan.device_bytes,
+            weight_bytes=weight_bytes,
+        ),
+        device_bytes=plan.device_bytes,
+        weight_bytes=weight_bytes,
+        moved_bytes=measured.moved_bytes,
+        profiled=profiled,
     )
 
 
@@ -264,7 +317,7 @@ def _longest_part(measured: Measured) -> str:
     if parts[name] != measured.exposed_s:
         if not measured.moved_bytes:
             return f"{text}; nothing is copied"
-        hidden = "the copies are hidden" if waits < _NOTABLE else f"compute waits {100 * waits:.0f} % of it for weights"
+        hidden = "the copies are hidden" if waits < NOTABLE else f"compute waits {100 * waits:.0f} % of it for weights"
         text += f"; {hidden}, and the link is busy {100 * min(1.0, measured.copy_s / step):.0f} % of it"
     return text
 
@@ -282,14 +335,16 @@ def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
     )
 
 
-def _figure_table(figures: Sequence[Figure]) -> str:
+def _figure_table(figures: Sequence[Figure], profiled: bool) -> str:
+    """``profiled``: whether to show what was predicted."""
     rows = []
     for figure in figures:
-        cells = [_figure_text(v, figure.unit) for v in (figure.predicted, figure.measured)]
+        predicted, measured = (_figure_text(v, figure.unit) for v in (figure.predicted, figure.measured))
         both = figure.predicted and figure.measured is not None
         ratio = f"{figure.measured / figure.predicted:.2f}" if both else ""  # type: ignore[operator]
-        rows.append((figure.name, *cells, ratio))
-    return tabulate(rows, headers=("", "predicted", "measured", "ratio"), disable_numparse=True)
+        rows.append((figure.name, predicted, measured, ratio) if profiled else (figure.name, measured))
+    headers = ("", "predicted", "measured", "ratio") if profiled else ("", "measured")
+    return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def _figure_text(value: float | None, unit: str) -> str:
@@ -300,22 +355,37 @@ def _figure_text(value: float | None, unit: str) -> str:
     return f"{value / 1e9:.2f} GB/s" if unit == "bytes/s" else seconds(value)
 
 
-def _stall_table(stalls: Sequence[WorstStall]) -> str:
+def _stall_table(stalls: Sequence[WorstStall], profiled: bool) -> str:
     rows = []
     for s in stalls:
         more = f" and {len(s.weights) - 1} more" if len(s.weights) > 1 else ""
         weights = "".join(s.weights[:1]) + more
-        rows.append((s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), weights, s.why))
+        row = (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), weights, s.why)
+        rows.append(row if profiled else (*row[:2], *row[3:5]))
+    if not profiled:
+        return tabulate(rows, headers=("window", "region", "measured", "waits for"))
     headers = ("window", "region", "predicted", "measured", "waits for", "why")
     return tabulate(rows, headers=headers, maxcolwidths=[None, None, None, None, None, _WIDE])
 
 
-def _windows(windows: Sequence[Window]) -> str:
-    rows = [
-        (w.index, _where(w.block, w.what), *(f"{p * 1e3:.2f} / {m * 1e3:.2f}" for p, m in w.parts)) for w in windows
-    ]
+def _windows(windows: Sequence[Window], every: bool, profiled: bool) -> str:
+    """``every``: all windows, or else those that differ most from what was predicted, or take longest without a profile."""
+    title = "windows:"
+    if not every and profiled:
+        title = "windows that differ most from what was predicted:"
+        windows = sorted(windows, key=lambda w: -abs(sum(m - p for p, m in w.parts)))[:SHOWN]
+    elif not every:
+        title = "windows that take longest:"
+        windows = sorted(windows, key=lambda w: -sum(m for _, m in w.parts))[:SHOWN]
+    rows = [(w.index, _where(w.block, w.what), *(_milliseconds(p, profiled) for p in w.parts)) for w in windows]
     headers = ("window", "region", "compute, ms", "waited, ms", "collectives, ms")
-    return f"{tabulate(rows, headers=headers)}\n(predicted / measured)"
+    said = "\n(predicted / measured)" if profiled else ""
+    return f"{title}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}{said}"
+
+
+def _milliseconds(part: tuple[float, float], profiled: bool) -> str:
+    predicted, measured = part
+    return f"{predicted * 1e3:.2f} / {measured * 1e3:.2f}" if profiled else f"{measured * 1e3:.2f}"
 
 
 def _where(block: str, what: str) -> str:

@@ -9,16 +9,19 @@ from tabulate import tabulate
 
 from chunkflow_compile.units import size
 
-from .record import PROSE_WIDTH, is_far, profile_does_not_fit, seconds
+from .record import PROSE_WIDTH, is_far, profile_does_not_fit, seconds, without_profile
+from .summary import Summary, advice
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFigures:
     """One component.  Bytes of its ``weights``, of those ``streamed``, of those ``on_device`` now, and most bytes that its
-    calls took beside all weights, ``activations`` (None if they are not counted, or were not yet).  ``predicted_s``: seconds
-    of a call, by its plan for ``hardware``.  ``measured_s``: median seconds of its calls, from beginning to return.
-    ``retries``: calls that ran out of memory and ran again.  ``notes``: on what was compiled.  None where a figure is not
-    known."""
+    calls took in addition to all weights, ``activations`` (None if they are not counted, or were not yet).  ``predicted_s``:
+    seconds of a call, by its plan for ``hardware``.  ``measured_s``: median seconds of its calls, from beginning to return.
+    ``stalled_s``: seconds of them in which compute waited for weights; ``moved``: bytes that a call copied to the device.
+    ``retries``: calls that ran out of memory and ran again.  ``notes``: on what was compiled.  ``profiled``: whether
+    ``hardware`` is a profile of this machine.  ``unstreamed``: why no weight streams, empty if one does.  None where a figure
+    is not known."""
 
     name: str
     model: str
@@ -30,20 +33,74 @@ class PhaseFigures:
     predicted_s: float | None
     measured_s: float | None
     retries: int
+    stalled_s: float | None = None
+    moved: int = 0
     hardware: str | None = None
+    profiled: bool = True
+    unstreamed: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def shown_s(self) -> float | None:
+        """The predicted seconds, None where they say nothing about this machine."""
+        return self.predicted_s if self.profiled else None
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        streams = self.unstreamed or f"{size(self.streamed)} of {size(self.weights)} of weights stream from host memory"
+        what = "its first call compiles it"
+        if self.calls:
+            what = f"{self.calls} call{'s' * (self.calls > 1)}, {seconds(self.measured_s)} each"
+        return f"pipe.{self.name} ({self.model}): {streams}; {what}"
 
 
 @dataclass(frozen=True)
 class PipelineFigures:
     """The components of a pipeline, and the bytes of their budget.  ``most``: bytes that the device held in a call, all of
-    the process together; None if nothing counts them.  As text, a table."""
+    the process together; None if nothing counts them.  As text, five lines, and with ``details`` a table."""
 
     phases: tuple[PhaseFigures, ...]
     total: int
     most: int | None = None
+    details: bool = False
 
     def __str__(self) -> str:
+        return f"{self.summary}\n\n{self._details()}" if self.details else str(self.summary)
+
+    @property
+    def summary(self) -> Summary:
+        """The five lines.  The step is a call of the component that took longest in all calls together."""
+        weights, streamed = (sum(getattr(p, name) for p in self.phases) for name in ("weights", "streamed"))
+        called = [p for p in self.phases if p.calls and p.measured_s is not None]
+        called.sort(key=lambda p: -p.calls * (p.measured_s or 0.0))
+        step, stalls, faster = "no component was called yet", "not known yet", "not known yet"
+        if called:
+            first, step_s = called[0], called[0].measured_s or 0.0
+            planned = f", {seconds(first.shown_s)} planned" if first.shown_s is not None else ""
+            others = [f"{p.name} {seconds(p.measured_s)}" for p in called[1:]]
+            step = "; ".join([f"{seconds(step_s)} for a call of {first.name} ({first.calls} calls{planned})", *others])
+            waited_s = first.stalled_s or 0.0
+            stalls = f"{seconds(waited_s)}, {100 * waited_s / step_s:.0f} % of it, waiting for weights"
+            if first.stalled_s is None:
+                stalls = f"not measured: {first.name} runs eagerly"
+            faster = advice(
+                step_s=step_s, waited_s=waited_s, moved_bytes=first.moved, budget=self.total, weight_bytes=weights
+            )
+        if failed := [p.name for p in self.phases if p.retries]:
+            faster = f"more memory: {', '.join(failed)} ran out of {size(self.total)}, and a call ran twice"
+        most = "" if self.most is None else f"{size(self.most)} at most, "
+        host = f"{size(streamed)} of {size(weights)} of weights stream from it"
+        if not streamed and self.phases:
+            host = "; ".join(dict.fromkeys(p.unstreamed for p in self.phases if p.unstreamed)) or host
+        return Summary(
+            step=step,
+            stalls=stalls,
+            device=f"{most}of a budget of {size(self.total)} for weights and activations",
+            host=host,
+            faster=faster,
+        )
+
+    def _details(self) -> str:
         phases = self.phases
         columns = {
             "component": [*(p.name for p in phases), "all"],
@@ -53,21 +110,20 @@ class PipelineFigures:
             "on device": _with_sum([p.on_device for p in phases]),
             "activations": [size(p.activations) for p in phases] if any(p.activations for p in phases) else None,
             "calls": [p.calls for p in phases],
-            "predicted": [seconds(p.predicted_s) for p in phases],
+            "predicted": [seconds(p.shown_s) for p in phases] if any(p.shown_s for p in phases) else None,
             "measured": [seconds(p.measured_s) for p in phases],
         }
         shown = {name: cells for name, cells in columns.items() if cells is not None}
         lines = [tabulate(shown, headers="keys", disable_numparse=True)]
-        most = f"; most at once so far: {size(self.most)}" if self.most is not None else ""
-        lines.append(f"budget: {size(self.total)} on the device, weights and activations together{most}")
         if not any(p.calls for p in self.phases):
             lines.append(
-                "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "
-                "The predicted times follow after the first generation."
+                "The first call of each component compiles and measures it; its plan is made for the rest of the budget."
             )
-        if far := dict.fromkeys(p.hardware for p in phases if is_far(p.predicted_s, p.measured_s)):
+        if far := dict.fromkeys(p.hardware for p in phases if is_far(p.shown_s, p.measured_s)):
             fix = profile_does_not_fit(", ".join(map(repr, far)), "apply")
             lines.append(fill(f"Some calls take far from what was predicted: {fix}.", PROSE_WIDTH))
+        unknown = dict.fromkeys(p.hardware for p in phases if p.hardware is not None and not p.profiled)
+        lines += [fill(without_profile(hardware, "apply"), PROSE_WIDTH) for hardware in unknown]
         for p in (p for p in phases if p.retries):
             times = "once" if p.retries == 1 else f"{p.retries} times"
             lines.append(f"{p.name} ran out of memory {times}; weights gave way.")

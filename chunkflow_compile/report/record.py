@@ -84,6 +84,14 @@ def profile_does_not_fit(hardware: str, call: str) -> str:
     )
 
 
+def without_profile(hardware: str, call: str) -> str:
+    """Why a report shows no predictions, and what to do.  ``hardware``, ``call``: as of :func:`profile_does_not_fit`."""
+    return (
+        f"Predictions are not shown: the profile {hardware!r} was not made for this machine. Run chunkflow calibrate, and "
+        f"{call} with hardware='measured'."
+    )
+
+
 def as_json(body: object) -> str:
     """A value, with dataclasses in it, as JSON."""
     return json.dumps(body, indent=1, default=asdict) + "\n"

@@ -15,6 +15,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Problem
 
+# How the name of a profile ends whose figures are those that calls of the model took.
+AS_MEASURED = ", as measured"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
@@ -85,7 +88,7 @@ class Timings:
         Collectives are never timed without their latency, so their bandwidth is not measured.  On a shared link it is
         corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
         """
-        seen: dict[str, Any] = {"name": f"{hardware.name}, as measured"}
+        seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}"}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown
         if self.drive_rate is not None:

@@ -185,8 +185,14 @@ chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
     def test_explain(self) -> None:
         plan = Plan.from_json(self.plan("plan.json", *self.target()).read_text())
         self.assertExpectedInline(
-            str(explain_plan(plan, slow_run(plan))),
+            explain_plan(plan, slow_run(plan)).report(details=True),
             """\
+step:           25.0 ms for a call of the model (median of 7, 10.8 ms planned)
+stalls:         3.0 ms, 12 % of it, waiting for weights
+device memory:  16.0 KiB of 32.0 KiB of weights
+host memory:    32.0 KiB copied to the device per step
+to go faster:   more memory than 16.0 KiB (all weights: 32.0 KiB), pack=True, or quantised weights
+
 policy chunkflow, planned for machine; medians of 7 calls; plan ce8c4b8e71195e8f
 
                          predicted    measured    ratio
@@ -216,13 +222,13 @@ worst stalls:
 
 windows that differ most from what was predicted:
 
-  window  region                 compute, ms    waited, ms    collectives, ms
+window    region                 compute, ms    waited, ms    collectives, ms
 --------  ---------------------  -------------  ------------  -----------------
-       4  blocks.0: out          1.00 / 2.00    0.00 / 3.00   0.10 / 0.10
-       5  blocks.1: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
-       0  blocks.0: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
-       7  blocks.1: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
-       2  blocks.0: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
+4         blocks.0: out          1.00 / 2.00    0.00 / 3.00   0.10 / 0.10
+5         blocks.1: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+0         blocks.0: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+7         blocks.1: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
+2         blocks.0: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
 (predicted / measured)""",
         )
 

@@ -137,7 +137,7 @@ def notes_of_a_run(found: Engines, caplog: pytest.LogCaptureFixture) -> tuple[st
     assert len(found.built) + len(refused) == len(program.program.regions) and program.plan.moved_bytes > 0
     notes = explain(model).notes
     assert notes == tuple(refused)
-    assert "goes to Inductor: TensorRT says" in " ".join(str(explain(model)).split())
+    assert "goes to Inductor: TensorRT says" in " ".join(str(explain(model, details=True)).split())
     return notes
 
 
@@ -168,7 +168,7 @@ def test_the_notes_of_a_pipeline(engines: Callable[[str], Engines], monkeypatch:
     pipe, twin = small.build(), small.build()
     apply(pipe, device="cpu", memory="1MiB", min_bytes=2048, lowering="tensorrt")
     assert torch.allclose(small.generate(pipe), small.generate(twin), rtol=0, atol=1e-4)
-    assert "transformer: " in (said := " ".join(str(explain(pipe)).split()))
+    assert "transformer: " in (said := " ".join(str(explain(pipe, details=True)).split()))
     assert "goes to Inductor: TensorRT says NotImplementedError: none of its ops is supported" in said
     remove(pipe)
 

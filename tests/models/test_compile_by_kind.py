@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import logging
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
+import threading
+import time
 from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from clocks import OwnClock
-from conftest import EAGER, OPTIONS
+from conftest import EAGER, OPTIONS, WITHIN
 from helpers import InTurn, Stack, Terminal, check_small, check_steps, graphs, small_twins, twins
 from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
@@ -25,6 +33,7 @@ from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_
 from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import inductor
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.weights import progress as bars
 from chunkflow_compile.weights.leaves import leaves_of
 
 SIZE = Size(layers=4, singles=4)
@@ -140,12 +149,15 @@ def test_progress_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     never_called = chunkflow_compile.compile(Odd().eval(), **EAGER)
     shown = progress(monkeypatch, Stack(3), OPTIONS)
     for said in ("tracing", "planning", "lowering region 1 of"):
-        assert f"chunkflow: Stack: {said}" in shown
-    assert "(part 1 of 1)" in shown and "planning 3 calls that repeat" in shown
+        assert f"] Stack: compiling blocks.0 (1 of 1): {said}" in shown
+    assert "planning 3 calls that repeat" in shown
     whole = progress(monkeypatch, nn.Sequential(nn.Linear(8, 8)), OPTIONS)
-    assert "chunkflow: Sequential: lowering region 1 of 1 (part 1 of 1)" in whole
+    assert "Sequential: compiling (1 of 1): tracing" in whole
+    assert "Sequential: compiling (1 of 1): lowering region 1 of 1" in whole
     for fails in (False, True):
-        assert "chunkflow: Odd: tracing" in progress(monkeypatch, Odd(fails), {**EAGER, "min_bytes": 64})
+        odd = progress(monkeypatch, Odd(fails), {**EAGER, "min_bytes": 64})
+        # torch's own modules are called by name too
+        assert "Odd: compiling before (1 of 4): tracing" in odd and "Odd: compiling blocks.0 (3 of 4): tracing" in odd
     chunkflow_compile.restore(never_called)
     assert progress(monkeypatch, Stack(3), terminal=False) == ""
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
@@ -193,10 +205,63 @@ def test_a_line_for_each_long_compilation(
     quick.progress.now = OwnClock(tick=1.9).now
     other(torch.randn(4, 8))
     said = [r.getMessage() for r in caplog.records if r.name == "chunkflow_compile.placed.compile_progress"]
-    first = "pipe.transformer: compiled blocks.0 in 2.0 s"
-    assert said == [first, "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s"]
-    assert all((f"chunkflow: {line}\n" in shown.getvalue()) == terminal for line in said)
-    assert ("(for other inputs)" in shown.getvalue()) == terminal == bool(shown.getvalue())
+    first, again = (
+        "pipe.transformer: compiling blocks.0 (1 of 1)",
+        "pipe.transformer: compiling blocks.0 for other inputs",
+    )
+    ended = [
+        "pipe.transformer: compiled blocks.0 in 2.0 s",
+        "pipe.transformer: compiled blocks.0 for other inputs in 2.0 s",
+    ]
+    assert said == [first, ended[0], again, ended[1], again]
+    assert all((f"chunkflow: {line}\n" in shown.getvalue()) == terminal for line in ended)
+    assert (f"{again}: tracing" in shown.getvalue()) == terminal == bool(shown.getvalue())
+
+
+def test_progress_of_a_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the backend on, also of a model that was not placed before; its time goes on while nothing else is said."""
+    for place in (True, False):
+        model, shown = Stack(3).eval(), Terminal(True)
+        if place:
+            offload(model, "cpu", min_bytes=MIN_BYTES)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", shown)
+            model.compile(backend="chunkflow", options=EAGER)
+            model(torch.randn(4, 8))
+        for said in ("tracing", "planning"):
+            assert f"] Stack: compiling (graph 1): {said}" in shown.getvalue()
+        assert programs(model)[0].plan.moved_bytes > 0
+
+
+def test_a_line_updates_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is closed, and not where there is no terminal."""
+    monkeypatch.setattr(bars, "TICK_S", 0.001)
+    for terminal in (True, False):
+        monkeypatch.setattr(sys, "stderr", shown := Terminal(terminal))
+        bar = bars.line("compiling")
+        tickers = [thread for thread in threading.enumerate() if thread.name == "chunkflow progress"]
+        assert bool(tickers) == terminal
+        drawn, ends = 0, time.monotonic() + WITHIN
+        while terminal and drawn < 5 and time.monotonic() < ends:
+            drawn = shown.getvalue().count("chunkflow [00:0")
+        bar.close()
+        for ticker in tickers:
+            ticker.join(WITHIN)
+            assert drawn >= 5 and not ticker.is_alive()
+        assert terminal or not shown.getvalue()
+
+
+def test_a_line_on_a_terminal_without_a_size() -> None:
+    """As that of a container or a script: tqdm alone draws nothing there."""
+    script = "from chunkflow_compile.weights.progress import line; line('compiling').close()"
+    for rows, columns in ((0, 0), (24, 80)):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        subprocess.run([sys.executable, "-c", script], stderr=theirs, check=True, timeout=WITHIN)
+        shown = os.read(ours, 4096)
+        os.close(ours)
+        os.close(theirs)
+        assert b"chunkflow [00:00] compiling" in shown, (rows, columns)
 
 
 def test_blocks_of_a_list_of_one_stage() -> None:

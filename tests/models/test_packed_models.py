@@ -108,7 +108,8 @@ def check_transfers(pair: Pair) -> list[HostBuffer]:
     planned = {w.name: w for w in ran.cycle.problem.weights}
     for name, buffer in ran.buffers.items():
         assert planned[name].nbytes == buffer.nbytes and bool(planned[name].packed) == (buffer.packed is not None)
-    assert f"{len(packed)} of " in str(explain(pair.model)) and "weights are packed" in str(explain(pair.model))
+    said = str(explain(pair.model, details=True))
+    assert f"{len(packed)} of " in said and "weights are packed" in said
     return packed
 
 
@@ -175,7 +176,7 @@ def test_without_a_budget_nothing_is_chosen() -> None:
     model, twin = bf16_twins("flux")
     chunkflow_compile.compile(model, **EAGER, pack="auto")
     check(model, twin, "flux", range(2))
-    assert not packed_of(model) and "depends on memory=" in str(explain(model))
+    assert not packed_of(model) and "depends on memory=" in str(explain(model, details=True))
 
 
 @pytest.mark.long
@@ -213,7 +214,7 @@ def test_a_pipeline(quiet: None) -> None:
         made[pack] = [pipelines.FLUX.generate(pipe, seed) for seed in range(3)]
         transformer = pipe.transformer
         assert bool(packed_of(transformer)) == pack and cycles(transformer)[0].measurements[-1].moved_bytes
-        assert ("weights are packed" in str(explain(pipe))) == pack
+        assert ("weights are packed" in str(explain(pipe, details=True))) == pack
         chunkflow_compile.remove(pipe)
         assert pipelines.is_plain(pipe)
     assert all(torch.equal(a, b) for a, b in zip(made[False], made[True], strict=True))

@@ -155,7 +155,7 @@ def check_out_of_memory(found: Controlled) -> None:
     assert control.goal == transformer.goal < before
     found.check(5)
     assert min(control.goal, transformer.goal) > on_device[0]
-    assert "controlnet: shares memory on the device with" in str(explain(found.pipe))
+    assert "controlnet: shares memory on the device with" in str(explain(found.pipe, details=True))
 
 
 def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:

@@ -139,7 +139,7 @@ def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> No
     assert len(arena.programs) == 3
     assert arena.nbytes == max(s.plan.arena_bytes for s in arena.programs)
     for run in runs:
-        assert "calls began cold" in str(explain(run)), "one after each change to another model"
+        assert "calls began cold" in str(explain(run).summary), "one after each change to another model"
     restore(models[0])
     x = torch.randn(4, 8)
     assert torch.equal(models[0](x), twins[0](x)) and torch.equal(runs[1](x), twins[1](x))

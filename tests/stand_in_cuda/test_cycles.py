@@ -145,7 +145,7 @@ def test_passes_are_measured_and_planned_from(tmp_path: Path, capsys: pytest.Cap
     assert explained.plan == again.cycle.plan.digest and explained.steps >= 2
     for _ in range(2):
         lagging.step()
-    assert main(["explain", str(tmp_path)]) == 0
+    assert main(["explain", str(tmp_path), "--details"]) == 0
     told = capsys.readouterr().out
     assert f"cycle_of_{LAYERS}_{again.cycle.plan.digest}" in told and "as measured" in told
 
