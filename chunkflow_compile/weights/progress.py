@@ -1,12 +1,15 @@
-"""Progress on stderr: of moving a model's weights, and of planning.
+"""Progress on stderr: of moving a model's weights, of planning, and of the phases of a command.
 
-Shown on a terminal only, and not with ``CHUNKFLOW_PROGRESS=0`` in the environment.
+Not shown with ``CHUNKFLOW_PROGRESS=0`` in the environment.  Bars are shown on a terminal only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +17,18 @@ from tqdm import tqdm
 
 # A small model moves in less; a bar that flashes by tells nothing.
 DELAY_S = 1.0
+# Without a terminal: seconds until a phase is announced, and between two lines that say that it goes on.
+QUIET_S, EVERY_S = 2.0, 10.0
+
+
+def off() -> bool:
+    """Whether the user wants no progress."""
+    return os.environ.get("CHUNKFLOW_PROGRESS") == "0"
 
 
 def _disabled() -> bool | None:
     """For tqdm: None disables a bar where stderr is no terminal."""
-    return True if os.environ.get("CHUNKFLOW_PROGRESS") == "0" else None
+    return True if off() else None
 
 
 @contextlib.contextmanager
@@ -47,3 +57,64 @@ def planning(what: str) -> Iterator[None]:
 def line(text: str = "") -> tqdm[Any]:
     """A line with the time that has passed."""
     return tqdm(bar_format="{desc} {elapsed}", desc=text, leave=False, disable=_disabled(), mininterval=0)
+
+
+class Lines:
+    """Progress as plain lines: of a phase that takes QUIET_S or longer, one line, and another each EVERY_S.
+
+    ``now``: a clock, seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = self._told = now()
+        self._phase = self._announced = ""
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self._phase = phase
+        self.tick()
+
+    def tick(self) -> None:
+        """Time has passed: print a line if one is due."""
+        now = self._now()
+        if now - self._told >= (EVERY_S if self._phase == self._announced else QUIET_S):
+            self._told, self._announced = now, self._phase
+            print(f"{now - self._began:4.0f} s  {self._phase}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Progress over the phases of a command: a bar on a terminal, and :class:`Lines` elsewhere."""
+
+    def __init__(self, phases: int) -> None:
+        shape = "{desc} |{bar:20}| {n_fmt}/{total_fmt} {elapsed}"
+        self._bar = tqdm(total=phases, leave=False, disable=_disabled(), bar_format=shape)
+        self._lines = Lines() if self._bar.disable and not off() else None
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Show ``what`` during the phase.  The clock keeps running, although the phase reports no progress."""
+        self._bar.set_description_str(what)
+        if self._lines is not None:
+            self._lines.begin(what)
+        over = threading.Event()
+        ticker = threading.Thread(target=self._tick, args=(over,), daemon=True)
+        ticker.start()
+        try:
+            yield
+        except BaseException:
+            self._bar.close()
+            raise
+        finally:
+            over.set()
+            ticker.join()
+        self._bar.update()
+        if self._bar.n >= (self._bar.total or 0):
+            self._bar.close()
+
+    def _tick(self, over: threading.Event) -> None:
+        while not over.wait(1.0):
+            if self._lines is not None:
+                self._lines.tick()
+            elif not self._bar.disable:
+                self._bar.refresh()

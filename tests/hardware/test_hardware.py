@@ -29,14 +29,16 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import RegionCost
 
 # Of a profile, which no card has: what it is called, and what the ranks are on.
-NO_FIGURES = {"name", "cards", "sources", "link_emulation", "node_ranks", "node_bandwidth", "node_latency_s"}
+NO_FIGURES = {"name", "cards", "memory_bytes", "sources", "link_emulation"} | {
+    f"node_{what}" for what in ("ranks", "bandwidth", "latency_s")
+}
 
 
 def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
     assert {"cpu", "a100-80gb-pcie", "h100-nvlink", "h100-pcie-x2", "h200", "rtx-4090-pcie"} <= set(profile_names())
     for name in profile_names():
         profile = load_profile(name)
-        assert profile.name == name
+        assert profile.name == name and (profile.memory_bytes > 0) == (name != "cpu")
         assert set(profile.sources) == {f.name for f in fields(Hardware)} - NO_FIGURES, name
         assert profile.attention in profile.attention_flops
         assert profile.shared_link == (profile.copy_slowdown > 1)
@@ -75,6 +77,7 @@ class Card(NamedTuple):
     memory_clock_rate: int
     memory_bus_width: int
     L2_cache_size: int
+    total_memory: int = 24 << 30
 
 
 L4, TO_COME = (
@@ -100,6 +103,7 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
     assert found.memory_bandwidth == (2e3 * card.memory_clock_rate * card.memory_bus_width / 8 or near.memory_bandwidth)
     assert card.name in found.name and like in found.sources["gemm_flops"] and found.shared_link
+    assert found.memory_bytes == card.total_memory
     assert found.host_bandwidth == 0 and "not known" in found.sources["host_bandwidth"]
     assert "fair share" in found.sources["copy_slowdown"] and "fair share" in found.sources["collective_slowdown"]
     told = {"memory_bandwidth": card.memory_clock_rate, "cache_bytes": card.L2_cache_size}
@@ -213,7 +217,7 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         ("rtx4090", "rtx-4090-pcie, rtx-4090-d-pcie, rtx-4090-laptop"),
         ("A100", "a100-80gb-pcie, a100-40gb-pcie, a100-80gb-nvlink"),
     ):
-        fix = "Use one of them, a JSON file, or 'measured'; chunkflow plan --help lists all"
+        fix = "Use one of them, a JSON file, or 'measured'; chunkflow hardware lists all"
         with pytest.raises(ChunkflowError, match=f"profile '{name}'; the nearest are {nearest}. {fix}"):
             load_profile(name)
 
