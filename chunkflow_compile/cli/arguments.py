@@ -63,7 +63,9 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     )
     add("--peers", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=pieces)
     if or_blocks:
-        regional = "plan the blocks as compile_repeated_blocks runs them, one by one in a cycle; weights outside blocks do not count"
+        regional = (
+            "plan the blocks one by one in a cycle, as compile_repeated_blocks runs them; weights outside do not count"
+        )
         add("--regional", action="store_true", help=regional)
         rest = "host memory for weights, such as 24GiB; the other weights are read from the SSD"
         add("--host-memory", metavar="SIZE", help=rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,6 @@ from chunkflow_compile.hardware.profiles import MEASURED, load_profile, measured
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.report.record import fitted, prose
-from chunkflow_compile.units import size
 
 from .arguments import DEFAULT_MACHINE
 from .output import say, write_json
@@ -20,9 +20,9 @@ from .output import say, write_json
 # Figures that decide a plan for one GPU -> the field whose source says where they come from.
 _FIGURES = {"GEMMs": "gemm_flops", "attention": "attention_flops", "PCIe": "eta_pref"}
 _NOTES = (
-    "PCIe: what long copies from host memory reach, of one GPU at a time. GEMMs: large ones in bfloat16, or in float32 on a "
-    "CPU. measured: which of PCIe, GEMMs and attention were measured on such a GPU; the others are assumed from similar "
-    "ones or from data sheets. Each figure and its source: {folder}."
+    "PCIe: bandwidth of long copies from host memory to one GPU; gh200 uses NVLink-C2C. GEMMs: large ones in bfloat16, or in "
+    "float32 on a CPU. measured: which of PCIe, GEMMs and attention were measured on such a GPU; the others are assumed from "
+    "similar ones or from data sheets. Each figure and its source: {folder}."
 )
 
 
@@ -56,12 +56,12 @@ def _profiles() -> Iterator[tuple[str, Hardware]]:
 
 
 def _row(name: str, profile: Hardware) -> tuple[str, ...]:
-    rates = profile.gemm_flops
+    rate = profile.gemm_flops.get("bfloat16", max(profile.gemm_flops.values())) / 1e12
     return (
         name,
-        size(profile.memory_bytes or None),
+        f"{profile.memory_bytes / 2**30:.4g} GiB" if profile.memory_bytes else "-",
         f"{profile.copy_rate / 1e9:.1f}",
-        f"{rates.get('bfloat16', max(rates.values())) / 1e12:.3g}",
+        f"{rate:.0f}" if rate >= 1 else f"{rate:.2f}",
         "PCIe" if profile.shared_link else "NVLink or XGMI",
         ", ".join(what for what, field in _FIGURES.items() if _is_measured(profile, field)) or "-",
     )
@@ -71,5 +71,5 @@ def _is_measured(profile: Hardware, field: str) -> bool:
     """Whether a figure was measured on such a card, by what its source says."""
     source = profile.sources.get(field, "")
     if "assumed for others" in source:  # than the card that it names
-        return any(card.rpartition(" ")[2] in source for card in profile.cards)
+        return any(re.search(rf"\b{re.escape(card.rpartition(' ')[2])}\b", source) for card in profile.cards)
     return "measured" in source and not source.startswith(("assumption", "as "))

@@ -130,13 +130,13 @@ def _policy_columns(
     record: ComparisonRecord, calls: Mapping[str, Prediction | Timeline], memory: int | None
 ) -> dict[str, dict[str, object]]:
     """``record``: of one forward.  ``memory``: the budget for weights, bytes, if there is one."""
-    columns: dict[str, dict[str, object]] = {
-        "collectives slowed by": {name: seconds(round(p.inflation_s, 9) + 0.0) for name, p in calls.items()}
-    }
-    for base in ("resident", "layerwise"):
-        if base in calls:
-            base_s = calls[base].step_s
-            columns[f"to {base}"] = {name: f"{p.step_s / base_s:.3f}" for name, p in calls.items()}
+    columns: dict[str, dict[str, object]] = {}
+    base = "resident" if "resident" in calls else "layerwise"
+    if base in calls:
+        base_s = calls[base].step_s
+        columns[f"to {base}"] = {name: f"{p.step_s / base_s:.3f}" for name, p in calls.items()}
     if memory is not None:
         columns[f"fits {size(memory)}"] = {n: "yes" if _fits(arm, memory) else "NO" for n, arm in record.arms.items()}
+    slowed = {name: seconds(round(p.inflation_s, 9) + 0.0) for name, p in calls.items()}
+    columns["collectives slowed by"] = dict(slowed)
     return columns

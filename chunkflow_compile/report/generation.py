@@ -21,8 +21,9 @@ _LABELS = {"plain": "torch.compile alone, all on the GPU"}
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
     """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of the weights of its
-    component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last if it goes back to the host then, in which nothing computes.  ``seconds``: of one call.
-    ``plan``: of its weights, None if it runs eagerly or under group offload."""
+    component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last
+    if its weights return to the host then, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights,
+    None if it runs eagerly or under group offload."""
 
     name: str
     weights: int

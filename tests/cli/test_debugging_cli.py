@@ -146,7 +146,7 @@ read first: /stages/report.txt
         drive = ("--host-memory", "1", "--drive", "20MB/s")
         said = cli("why", *self.target(), "blocks.1.out", *drive)
         assert "reads it from" in said and "copied from" in said
-        assert "a drive twice as fast" in said
+        assert "an SSD twice as fast" in said
         with tempfile.TemporaryDirectory() as folder:
             cli("timeline", *self.target(), *drive, "--out", f"{folder}/step.json")
             assert '"cat": "read"' in Path(folder, "step.json").read_text()
