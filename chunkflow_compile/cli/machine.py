@@ -21,7 +21,7 @@ def choose_hardware(arguments: argparse.Namespace) -> None:
     if arguments.hardware is not None:
         return
     arguments.hardware, why = _of_this_machine()
-    arguments.hardware_note = f"note: planned for {arguments.hardware}, {why}; chunkflow hardware lists others"
+    arguments.hardware_note = f"note: planned for {arguments.hardware} ({why})"
 
 
 def note_hardware(arguments: argparse.Namespace) -> None:
@@ -34,15 +34,15 @@ def note_hardware(arguments: argparse.Namespace) -> None:
 def _of_this_machine() -> tuple[str, str]:
     """The name of a profile, and why it was chosen."""
     if not torch.cuda.is_available():
-        return DEFAULT_MACHINE, "the default without a GPU"
+        return DEFAULT_MACHINE, "the default without a GPU; chunkflow hardware lists others"
     card = torch.cuda.get_device_name()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a card has no profile: the note says so
         name = default_profile(torch.device("cuda", torch.cuda.current_device()))
     if name == MEASURED:
-        return name, f"as calibrated on this machine's {card}"
+        return name, f"calibrated on this machine's {card}"
     if name.startswith(SCALED):
-        return name, f"for this machine's {card}, which has no profile: run chunkflow calibrate"
+        return name, f"this {card}; chunkflow calibrate measures it"
     return name, f"this machine's {card}"
 
 

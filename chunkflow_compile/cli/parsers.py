@@ -112,10 +112,10 @@ def _pipeline(parser: ArgumentParser) -> None:
 def _simulate(parser: ArgumentParser) -> None:
     add_model(parser)
     which = (
-        f"one policy (default: all, with layerwise-prefix only if --memory is set, {' and '.join(SHARDED)} only on several "
-        "ranks)"
+        f"one of {', '.join(SIMULATED)} (default: all, with layerwise-prefix only if --memory is set, and "
+        f"{' and '.join(SHARDED)} only on several ranks)"
     )
-    parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), help=which)
+    parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), metavar="POLICY", help=which)
     degrees = "instead of policies, compare these Ulysses degrees and recommend one"
     parser.add_argument("--sweep-ulysses", metavar="1,2,4,8", help=degrees)
     add_json(parser, "the record")

@@ -91,7 +91,7 @@ def engines(reason: str | None) -> Finding:
 def health_table(listed: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
     table = fitted([(f.what, f.found, f.verdict) for f in listed], ("what", "found", ""))
-    fixes = [prose(f"{f.what}: {f.fix}") for f in listed if f.fix]
+    fixes = [prose(f"{f.what}: {f.fix}".replace(": pip ", ":\n  pip ")) for f in listed if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ PROSE_WIDTH = 100  # characters in a line of prose, or of a table
 # A cell of a table that is no longer than this is not wrapped.
 _SHORT = 24
 _GAP = 2  # characters between two columns
+_PADDING = 2  # that tabulate adds to a header
 # Share of a step from which a prediction is wrong; less is within the variation of steps.
 _FAR = 0.10
 # Characters of the longest bar, and what fills its last one by eighths.
@@ -122,7 +125,8 @@ def check_folder(path: str | Path) -> Path:
 
 def prose(text: str) -> str:
     """``text`` in lines of at most PROSE_WIDTH characters; a longer word, such as a path, has a line of its own."""
-    return textwrap.fill(text, PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    fill = partial(textwrap.fill, width=PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(line) for line in text.split("\n"))
 
 
 def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablefmt: str = "simple") -> str:
@@ -139,8 +143,13 @@ def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablef
     for group in _groups(columns):
         widths = _widths([columns[i] for i in group])
         wrapped = [[_wrapped(row[i], width) for i, width in zip(group, widths, strict=True)] for row in cells]
-        shown = [_wrapped(columns[i].header, width) for i, width in zip(group, widths, strict=True)] if headers else ()
-        tables.append(tabulate(wrapped, headers=shown, tablefmt=tablefmt, disable_numparse=True))
+        shown = (
+            [_wrapped(columns[i].header, width - _PADDING) for i, width in zip(group, widths, strict=True)]
+            if headers
+            else ()
+        )
+        align = ["right" if columns[i].numbers else "left" for i in group] if cells else None
+        tables.append(tabulate(wrapped, shown, tablefmt, colalign=align, disable_numparse=True))
     return "\n\n".join(tables)
 
 
@@ -153,18 +162,23 @@ class _Column:
     cells: Sequence[str]
 
     @property
+    def numbers(self) -> bool:
+        """Whether its cells are whole numbers, or empty."""
+        return all(re.fullmatch(r"[+-]?\d*", cell) for cell in self.cells)
+
+    @property
     def most(self) -> int:
         return max(map(len, self.cells), default=0)
 
     @property
     def least(self) -> int:
         words = max((len(word) for cell in self.cells for word in cell.split()), default=0)
-        header = max(map(len, self.header.split()), default=0)
-        return max(min(self.most, max(words, _SHORT)), header, 1)
+        header = max(map(len, self.header.split()), default=0) + _PADDING
+        return max(min(self.most, max(words, _SHORT)), header)
 
     @property
     def full(self) -> int:
-        return max(self.least, self.most, len(self.header))
+        return max(self.least, self.most, len(self.header) + _PADDING)
 
 
 def _groups(columns: Sequence[_Column]) -> Iterator[list[int]]:

@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from clocks import OwnClock
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkflow_compile.cli import calibrate as calibrate_command
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware import calibrate, contention, stopwatch
 from chunkflow_compile.hardware.drive_rate import drive_rate
@@ -282,9 +283,16 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     on_own_time(monkeypatch)
     with pytest.raises(ChunkflowError, match="run chunkflow calibrate"):
         load_profile("measured")
+    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
+    times = iter(([1.0, 1.02], [1.0, 1.2]))  # before and after
+    monkeypatch.setattr(calibrate_command, "repeated_seconds", lambda _: next(times))
     assert main(["calibrate", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
-    assert "copy to the device" in shown.out and "100%" in shown.err
+    assert "copy to the device" in shown.out and max(map(len, shown.out.splitlines()[:-1])) <= 100
+    assert shown.err.startswith(
+        "note: the machine was busy with other work, so the profile cannot be trusted: equal GEMMs"
+    )
+    assert "took from 1000 to 1200 ms" in " ".join(shown.err.split())
     profile = load_profile("measured")
     assert measured_path().is_relative_to(tmp_path)
     rate = pytest.approx(1e9, rel=1e-3)
@@ -298,6 +306,13 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert "measured on" in profile.sources["collective_bandwidth"]
     assert main(["calibrate", "--out", "/nowhere/hw.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_equal_work_takes_equally_long_on_a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_own_time(monkeypatch)
+    seconds = calibrate.repeated_seconds(torch.device("cpu"))
+    assert len(seconds) > 2 and stopwatch.why_uneven("equal GEMMs", seconds) == ""
+    assert stopwatch.why_uneven("they", [1.0, 1.05]) == "" != stopwatch.why_uneven("they", [1.0, 1.2])
 
 
 def test_the_largest_file_of_a_folder_is_read(tmp_path: Path) -> None:
