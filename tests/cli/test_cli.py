@@ -109,13 +109,14 @@ def test_plan_prints_tables_and_writes_the_same_plan_in_every_process(
     shown = capsys.readouterr().out
     plan = Plan.from_json(out.read_text())
     assert plan.device_bytes <= 16 << 20 < plan.moved_bytes and plan.hardware == "cpu"
-    assert plan.digest in shown and "Ulysses degree 2 on cpu" in shown
+    assert plan.digest in shown and "Ulysses degree 2 on cpu" in " ".join(shown.split())
     assert re.search(r"(?m)^blocks\.0 .. 1 +12\.0 MiB +12\.0 MiB +30\.0 KiB", shown)
     assert re.search(r"(?m)^blocks\.1\.mlp\.0\.weight +4\.0 MiB +host +hidden: copied from window", shown)
     again = tmp_path / "again.json"
     done = chunkflow("plan", f"{own}:planned", *goal[:-1], str(again))
     assert (done.returncode, done.stdout.replace(str(again), str(out))) == (0, shown), done.stderr
-    assert again.read_bytes() == out.read_bytes() and not done.stderr
+    assert again.read_bytes() == out.read_bytes()
+    assert all(re.match(r" *\d+ s  ", line) for line in done.stderr.splitlines()), "nothing but progress"
 
 
 def test_a_plan_made_without_weights_runs_on_the_model(
@@ -201,7 +202,7 @@ def test_cfg_parallelism_halves_the_calls_and_adds_an_exchange(
         assert main(["plan", MODEL, *SIZES, *ranks, "--json", str(tmp_path / "plan.json")]) == 0
         shown = capsys.readouterr().out
         plans.append((tmp_path / "plan.json").read_bytes())
-    assert "; 2 ranks: CFG parallel 2 x Ulysses 1 on cpu, 1 forward per step" in shown
+    assert "; 2 ranks: CFG parallel 2 x Ulysses 1 on cpu, 1 forward per step" in " ".join(shown.split())
     assert plans[0] != plans[1]
     both, one = records
     assert (both["degree"], both["cfg_parallel"], one["degree"], one["cfg_parallel"]) == (1, 1, 1, 2)
@@ -253,7 +254,7 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     )
     assert "bfloat16[512, 256], 256.0 KiB" in run("why", "blocks.1.up.weight", "--pack", "--memory", "1280KiB")
     shown = run("simulate", "--pack", "--json", str(file))
-    assert "packed, but for policy resident, group-offload: 8 of 12 weights" in shown
+    assert "packed, but for policy resident, group-offload: 8 of 12 weights" in " ".join(shown.split())
     arms = json.loads(file.read_text())["arms"]
     assert not set(SHARDED) & set(arms), "one rank has no others to split its weights with"
     assert arms["resident"]["weights_total_bytes"] > 1.3 * arms["chunkflow"]["weights_total_bytes"]
@@ -288,9 +289,8 @@ def test_weights_on_the_devices_of_ranks_are_planned_and_shown(
     assert "no weight is on the devices of other ranks: there is one rank only" in capsys.readouterr().err
     name = plan.streamed[0].name
     assert "peers" in run("why", name, *two, *within, "--peers")
-    assert "in pieces, but for policy resident, group-offload, distributed-layerwise, fsdp: " in run(
-        "simulate", *two, "--peers"
-    )
+    shown = " ".join(run("simulate", *two, "--peers").split())
+    assert "in pieces, but for policy resident, group-offload, distributed-layerwise, fsdp: " in shown
     run("simulate", *within, "--peers", "--sweep-ulysses", "1,2", "--json", str(file))
     assert [d["degree"] for d in json.loads(file.read_text())["degrees"]] == [1, 2]
     shown = run("plan", *two, "--curve", "--peers", "--json", str(file))
