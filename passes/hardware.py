@@ -120,6 +120,8 @@ class Hardware:
     does; the better of the same two hosts."""
     cards: tuple[str, ...] = ()
     """The cards that this is the profile of, as their drivers name them."""
+    memory_bytes: int = 0
+    """Bytes of the device's memory by its data sheet, or as its driver reports them; 0 if unknown, as for a CPU."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """The link to emulate while programs run; None to use the machine's own."""
@@ -301,6 +303,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_masked": (0.01, 1),
     "kernel_s": (0, 0.01),
     "cache_bytes": (0, 1e10),
+    "memory_bytes": (0, 1e13),
     "cache_bandwidth": (1e8, 1e15),
     "memory_bandwidth": (1e8, 1e14),
     "h2d_bandwidth": (1e6, 1e13),

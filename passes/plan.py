@@ -147,7 +147,8 @@ class Plan:
 
     ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.  ``regions``: label of
     each region; window k opens before region k.  ``joins``: the numbers of regions after which compute waits for all copies
-    issued so far, one for the end of each call, so that a call can be one CUDA graph; none if copies may run on.
+    issued so far, one for the end of each call, so that a call can be one CUDA graph; none if copies may run on.  ``model``:
+    the title of its model in reports, empty if unknown.
     """
 
     policy: str
@@ -160,6 +161,7 @@ class Plan:
     barriers: tuple[Barrier, ...] = ()
     predicted: Prediction | None = None
     joins: tuple[int, ...] = ()
+    model: str = ""
 
     @property
     def streamed(self) -> tuple[WeightPlan, ...]:
@@ -259,10 +261,11 @@ class Plan:
 
     @property
     def _body(self) -> dict[str, Any]:
-        """What is stored.  A plan without joins or peers has the bytes and the digest that it had before there were any."""
+        """What is stored.  A plan without joins, peers or model has the bytes and the digest from before there were any."""
         body = {"schema": SCHEMA, **asdict(self)}
-        if not self.joins:
-            del body["joins"]
+        for name in ("joins", "model"):
+            if not body[name]:
+                del body[name]
         for weight in body["weights"]:
             if not weight["peers"]:
                 del weight["peers"]

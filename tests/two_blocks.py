@@ -30,6 +30,33 @@ def stack() -> tuple[nn.Module, dict[str, Any]]:
     return Stack(), {"x": torch.randn(4, 8)}
 
 
+class LongNames(nn.Module):
+    """Names as long as those of FLUX, and a weight that every block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation_of_all_blocks = nn.Linear(64, 64, bias=False)
+        self.single_transformer_blocks = nn.ModuleList(Modulated() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.single_transformer_blocks:
+            x = x + block(x, self.modulation_of_all_blocks.weight)
+        return x
+
+
+class Modulated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_output_projection = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.attention_output_projection(x) @ modulation)
+
+
+def long_names() -> tuple[nn.Module, dict[str, Any]]:
+    return LongNames(), {"x": torch.randn(4, 64)}
+
+
 def packable() -> tuple[nn.Module, dict[str, Any]]:
     """Weights in bfloat16 that are large enough to be packed."""
     torch.set_default_dtype(torch.bfloat16)

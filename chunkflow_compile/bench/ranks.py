@@ -22,6 +22,7 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers, quiet_imports
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.machine import check_installed
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.progress import off
 
 from .job import Job, RankRun
 from .turns import Turns, count_steps
@@ -39,9 +40,9 @@ class Progress(tqdm):  # type: ignore[type-arg]
     """
 
     def __init__(self, total: int, show: bool, lines: bool, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(total=total, disable=None if show else True, unit="step")
+        super().__init__(total=total, disable=None if show and not off() else True, unit="step")
         self._now, self._began, self._told_s = now, now(), float("-inf")
-        self._lines = lines and show and self.disable
+        self._lines = lines and show and self.disable and not off()
 
     def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
         super().set_description(desc, refresh)
@@ -59,6 +60,8 @@ def run_job(job: Job) -> list[RankRun]:
         job = replace(job, folder=folder)
         if job.link is not None and job.link.shared:
             job = replace(job, link=replace(job.link, shared=f"{folder}/port"))
+        if job.lines and not sys.stderr.isatty() and not off():
+            print(f"   0 s  starting {job.processes} process{'es' * (job.processes > 1)}", file=sys.stderr, flush=True)
         try:
             _wait(spawn(_run_rank, (job,), nprocs=job.processes, join=False))
         except ProcessException as error:

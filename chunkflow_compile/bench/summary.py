@@ -7,17 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles
 
 from chunkflow_compile.catalog.presets import PRESETS
-from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json, seconds, table
+from chunkflow_compile.hardware.stopwatch import why_uneven
+from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json, prose, seconds, table
 from chunkflow_compile.runtime.measurement import StepMeasurement
 from chunkflow_compile.units import size
 
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad
 
-# Shares by which compute overruns its fixed duration, and by which resident steps differ, on a busy machine.  On two idle
-# cores compute keeps its duration, within a hundredth, and resident steps differ by four hundredths at most.
+# Share by which compute overruns its fixed duration on a busy machine.  On two idle cores it keeps it within a hundredth.
 _OVERRUN = 0.03
-_SPREAD = 0.10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ def conditions(job: Job, record: BenchRecord) -> str:
         f"{record.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
         f"medians of {record.steps} {f'turns of {job.turn} steps in a row' if job.turn > 1 else 'steps'}, slowest rank"
     )
-    return "\n".join([text, *(str(line) for line in (record.link, record.load) if line is not None)])
+    return "\n".join(prose(str(line)) for line in (text, record.link, record.load) if line is not None)
 
 
 def why_busy(record: BenchRecord) -> str:
@@ -163,14 +162,13 @@ def why_busy(record: BenchRecord) -> str:
         signs.append(
             f"compute overran its fixed duration in {len(late)} of {len(over)} steps, by up to {100 * max(late):.0f} %"
         )
-    steps_s = record.steps_s.get(RESIDENT, ())
-    if steps_s and max(steps_s) > (1 + _SPREAD) * min(steps_s):
-        signs.append(f"resident steps took from {min(steps_s) * 1e3:.0f} to {max(steps_s) * 1e3:.0f} ms")
+    if uneven := why_uneven("resident steps", record.steps_s.get(RESIDENT, ())):
+        signs.append(uneven)
     return ", and ".join(signs)
 
 
 def bench_table(record: BenchRecord) -> str:
-    """The table, one row per arm, measured beside predicted."""
+    """The table, one row per arm, with measured and predicted figures."""
     arms = record.record.arms
     columns: dict[str, dict[str, object]] = {
         "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in record.quartiles_s.items()}

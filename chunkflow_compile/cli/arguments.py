@@ -8,15 +8,18 @@ from typing import Literal, get_args
 
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
-from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Yield
 from chunkflow_compile.units import enough
 
-# The machines of plans if none is named: of one model, and of a whole pipeline on one card.
-MACHINE, CARD = "h100-pcie-x2", "rtx-4090-pcie"
+# The machine that commands plan for where none is named and there is no GPU.
+DEFAULT_MACHINE = "rtx-4090-pcie"
 # What the values of --pack and --peers mean.
 FORMS: dict[str, Literal[False, True, "auto"]] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
+_TUNING = {
+    "chunk-bytes": "size of the pieces in which weights are copied",
+    "min-bytes": "smaller weights stay on the GPU",
+}
 SIZES = {
     "frames": "frames of video",
     "height": "pixels",
@@ -29,8 +32,7 @@ SIZES = {
 def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
     """Add the options of the model and the machine.
 
-    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the
-    drive.
+    ``or_plan``: accept a plan file instead of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the SSD.
     """
     add, models = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
     parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=())
@@ -39,52 +41,58 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     else:
         add("model", metavar="MODEL", help=models)
     add("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
-    branches = "2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)"
+    branches = "2: each branch of classifier-free guidance runs on P ranks of its own (default 1)"
     add("--cfg-parallel", type=int, default=1, metavar="N", help=branches)
-    add_hardware(parser, MACHINE)
+    add_hardware(parser)
     add_kernels(parser)
-    nodes = "machines that the ranks are on, equally many on each (default 1)"
+    nodes = "machines that the ranks run on, with equally many ranks on each (default 1)"
     add("--nodes", type=int, default=1, metavar="N", help=nodes)
     goal = parser.add_mutually_exclusive_group()
-    within = "most weight bytes on the device, such as 4GiB: the fastest plan within them"
+    within = "GPU memory for weights, such as 4GiB: makes the fastest plan within it"
     goal.add_argument("--memory", metavar="SIZE", help=within)
-    slower = "longest step, over that with all weights resident: the smallest plan within it (default 1.02)"
+    slower = (
+        "makes the smallest plan whose step takes at most X times as long as with all weights resident (default 1.02)"
+    )
     goal.add_argument("--slowdown", type=float, metavar="X", help=slower)
-    yields = "how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)"
+    yields = "how copies avoid slowing down collectives (default auto: whichever is predicted to be faster)"
     add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
     add_pack(parser)
     pieces = (
-        "weights in equal pieces on the devices of the P ranks, which pull them from each other: all, or those with which a "
-        "step within --memory is shorter, or else fewer bytes are enough for --slowdown (default no)"
+        "shard weights across the GPUs of the P ranks, which copy them from each other; yes: all weights; auto: those that "
+        "make a step within --memory faster, or a plan for --slowdown smaller (default no)"
     )
     add("--peers", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=pieces)
     if or_blocks:
         regional = (
-            "the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted"
+            "plan the blocks one by one in a cycle, as compile_repeated_blocks runs them; weights outside do not count"
         )
         add("--regional", action="store_true", help=regional)
-        rest = "most bytes of the weights in host memory, such as 24GiB; the rest is on the drive"
+        rest = "host memory for weights, such as 24GiB; the other weights are read from the SSD"
         add("--host-memory", metavar="SIZE", help=rest)
-        add("--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)")
-    sizes = add_sizes(parser, SIZES, "sizes of a preset (defaults: those published)")
-    layers = "plan the linear layers of the blocks quantised so"
+        add("--drive", metavar="RATE", help="read bandwidth of the SSD, such as 7GB/s (default: the profile's)")
+    sizes = add_sizes(parser, SIZES, "sizes of a preset (defaults: the published sizes)")
+    layers = "quantise the linear layers of the blocks to this format"
     sizes.add_argument("--quantize", choices=get_args(Quantisation), help=layers)
-    calls = "calls of the model per step, of both branches (default: the preset's, 2 with guidance)"
+    calls = "forwards per denoising step, both branches together (default: the preset's, 2 with guidance)"
     add("--forwards", type=int, metavar="N", help=calls)
     for name, default in {"chunk-bytes": DEFAULT_CHUNK_BYTES, "min-bytes": DEFAULT_MIN_BYTES}.items():
-        shown = f"as in options (default {enough(default)})"
-        add(f"--{name}", default=str(default), metavar="SIZE", help=shown)
-    add("--group-bytes", metavar="SIZE", help="as in options (default: as coarse as is good)")
+        add(f"--{name}", default=str(default), metavar="SIZE", help=f"{_TUNING[name]} (default {enough(default)})")
+    groups = "size of the groups of weights at which compute is cut (default: chosen by the planner)"
+    add("--group-bytes", metavar="SIZE", help=groups)
 
 
-def add_hardware(parser: argparse.ArgumentParser, default: str) -> None:
-    profiles = f"{', '.join(profile_names())}, a JSON file, or measured (default {default})"
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    profiles = (
+        "the machine to plan for: a profile that chunkflow hardware lists, a JSON file, or measured (default: this "
+        f"machine's GPU, or {DEFAULT_MACHINE} where there is none)"
+    )
+    parser.set_defaults(hardware_note="")  # which machine was chosen, see machine.py
     parser.add_argument("--hardware", metavar="HW", help=profiles)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """What the machine runs a region with: the cost of a step goes by it."""
-    kernel = "what attention runs on (default auto: what torch takes on the machine)"
+    """Add what the machine runs a region with, which decides the cost of a step."""
+    kernel = "attention kernel (default auto: the one that torch chooses on this machine)"
     parser.add_argument("--attention", choices=("auto", *KERNELS), default="auto", help=kernel)
     add_lowering(parser)
 
@@ -105,20 +113,18 @@ def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
 def add_pack(parser: argparse.ArgumentParser) -> None:
     """Add the option of packed weights; ``FORMS`` has what its values mean."""
     which = (
-        "weights in bfloat16 packed without loss, in three quarters of their bytes: all that can be, or those with which a "
-        "step within --memory is shorter (default no)"
+        "compress bfloat16 weights without loss, to three quarters of their size; yes: all that can be; auto: those that "
+        "make a step within --memory faster (default no)"
     )
     parser.add_argument("--pack", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=which)
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
-    which = (
-        "inductor: regions are compiled (default); eager: they are not, which starts at once and needs no C++ compiler"
-    )
+    which = "inductor compiles the model (default); eager does not, so it starts at once and needs no C++ compiler"
     choices = ("inductor", "eager")  # tensorrt has never run, so it is in no comparison
     parser.add_argument("--lowering", choices=choices, default="inductor", help=which)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the option ``--json``, the same for every command; ``what`` it writes."""
-    parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE as JSON; - for stdout, instead of tables")
+    parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE as JSON; -: to stdout, without tables")

@@ -1,4 +1,4 @@
-"""``chunkflow bench``: policies side by side, measured beside predicted."""
+"""``chunkflow bench``: policies side by side, measured and predicted."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         device=arguments.device,
         hardware=arguments.hardware,
         transport=arguments.transport,
+        lines=True,
     )
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
-from chunkflow_compile.hardware.calibrate import calibrate
+from chunkflow_compile.hardware.calibrate import STAGES, calibrate, repeated_seconds
 from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.profiles import measured_path
+from chunkflow_compile.hardware.stopwatch import why_uneven
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
-from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.report.record import check_writable, fitted, prose
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.link import MOST_RANKS
 from chunkflow_compile.units import parse_rate, size
+from chunkflow_compile.weights.progress import Progress
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,15 +43,28 @@ def run(arguments: argparse.Namespace) -> int:
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
     rate = None if arguments.drive is None else drive_rate(arguments.drive)
-    profile = calibrate(device, arguments.name or out.stem, emulated, arguments.loopback, arguments.ranks)
+    progress = Progress(len(STAGES) + 2)
+    with progress.phase("checking that the machine is idle"):
+        same_work_s = repeated_seconds(device)
+    profile = calibrate(
+        device, arguments.name or out.stem, emulated, arguments.loopback, arguments.ranks, progress.phase
+    )
+    with progress.phase("checking that the machine has been idle"):
+        same_work_s += repeated_seconds(device)
     if rate is not None:
         sources = {**profile.sources, "drive_bandwidth": f"measured on {arguments.drive}"}
         profile = replace(profile, drive_bandwidth=rate, sources=sources)
     out.write_text(profile.to_json())
     print(profile_table(profile))
     if why := _why_no_pulls(profile):
-        print(f"\nno pulls from other ranks: {why}")
+        print("\n" + prose(f"no pulls from other ranks: {why}"))
     print(f"\nprofile: {out}")
+    if busy := why_uneven("equal GEMMs", same_work_s):
+        warning = (
+            f"note: the machine was busy with other work, so the profile cannot be trusted: {busy}. Run chunkflow calibrate "
+            f"again when nothing else uses the {'processors' if name == 'cpu' else 'GPU'}."
+        )
+        print(prose(warning), file=sys.stderr)
     return 0
 
 
@@ -69,24 +84,24 @@ def profile_table(profile: Hardware) -> str:
         ("attention takes", profile.attention),
         ("memory", f"{profile.memory_rate / 1e9:.4g} GB/s"),
         ("cache", f"{size(profile.cache_bytes)}, {profile.cache_bandwidth / 1e9:.4g} GB/s"),
-        ("a kernel", f"{profile.kernel_s * 1e6:.3g} us"),
-        ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us a chunk"),
+        ("small kernel", f"{profile.kernel_s * 1e6:.3g} us"),
+        ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us per chunk"),
         (
             "copies of all ranks",
             f"{profile.host_bandwidth / 1e9:.4g} GB/s" if profile.host_bandwidth else "not measured",
         ),
         ("collective", f"{profile.collective_bandwidth / 1e9:.4g} GB/s, {latency_us:.3g} us each"),
-        ("drive", f"{profile.drive_bandwidth / 1e9:.4g} GB/s{assumed}"),
-        ("a region", f"{profile.launch_s * 1e6:.3g} us"),
-        ("copy beside a collective", f"{profile.copy_slowdown:.2f} times as long"),
-        ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),
-        ("compute beside a copy", f"{profile.compute_slowdown:.2f} times as long"),
+        ("SSD", f"{profile.drive_bandwidth / 1e9:.4g} GB/s{assumed}"),
+        ("region", f"{profile.launch_s * 1e6:.3g} us"),
+        ("copy during a collective", f"{profile.copy_slowdown:.2f} times as long"),
+        ("collective during a copy", f"{profile.collective_slowdown:.2f} times as long"),
+        ("compute during a copy", f"{profile.compute_slowdown:.2f} times as long"),
     ]
     if profile.peer_bandwidth:
         rows += [
             ("pulls from all other ranks", f"{profile.peer_bandwidth / 1e9:.4g} GB/s"),
-            ("pull beside a collective", f"{profile.pull_slowdown:.2f} times as long"),
-            ("collective beside pulls", f"{profile.collective_pull_slowdown:.2f} times as long"),
-            ("compute beside pulls", f"{profile.compute_pull_slowdown:.2f} times as long"),
+            ("pull during a collective", f"{profile.pull_slowdown:.2f} times as long"),
+            ("collective during pulls", f"{profile.collective_pull_slowdown:.2f} times as long"),
+            ("compute during pulls", f"{profile.compute_pull_slowdown:.2f} times as long"),
         ]
-    return tabulate(rows)
+    return fitted(rows)

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from tabulate import tabulate
-
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.report.record import fitted, prose
 from chunkflow_compile.units import size
+from chunkflow_compile.weights.progress import Progress
 
-from .output import Progress, say, write_json
+from .machine import choose_hardware, note_hardware
+from .output import say, write_json
 from .target import load_and_plan
 
 # A higher degree pays if its ranks do at least this share of what they would do on generations of their own.
@@ -42,6 +43,8 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(
             "--sweep-ulysses plans policy chunkflow at its own degrees: leave out --ulysses and --policy."
         )
+    choose_hardware(arguments)
+    note_hardware(arguments)
     progress = Progress(2 * len(numbers))
     degrees, work = list[Degree](), dict[int, int]()
     for degree in reversed(numbers):  # the highest is the one that may not divide the heads
@@ -62,7 +65,9 @@ def sweep(arguments: argparse.Namespace) -> int:
         )
     degrees.reverse()
     _note_undivided(arguments.model, work)
-    say(arguments, f"{target.title}, simulated on {target.machine}, {target.calls}\n")
+    sentence = recommended(degrees)
+    say(arguments, prose(sentence))
+    say(arguments, "\n" + prose(f"{target.title}, simulated on {target.hardware.name}, {target.calls}") + "\n")
     rows = [
         (
             d.degree,
@@ -75,10 +80,8 @@ def sweep(arguments: argparse.Namespace) -> int:
         )
         for d in degrees
     ]
-    headers = ("degree", "step", "faster", "of each rank", "in collectives", "weights on a device", "host memory")
-    say(arguments, tabulate(rows, headers=headers))
-    sentence = recommended(degrees)
-    say(arguments, f"\n{sentence}")
+    headers = ("degree", "step", "speedup", "work per rank", "in collectives", "weights on each GPU", "host memory")
+    say(arguments, fitted(rows, headers))
     write_json(arguments, {"model": target.title, "degrees": [asdict(d) for d in degrees], "recommended": sentence})
     return 0
 

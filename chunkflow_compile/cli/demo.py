@@ -15,7 +15,7 @@ from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import BenchRecord, summarise, why_busy
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.pictures import draw_regimes
-from chunkflow_compile.report.record import PROSE_WIDTH, bars, check_folder, table
+from chunkflow_compile.report.record import PROSE_WIDTH, bars, check_folder, prose, table
 
 from .output import called, say, write_json
 
@@ -30,7 +30,7 @@ _COLUMNS: Mapping[str, str] = {
     "waited for weights": "compute stood still until a weight had arrived",
     "collectives": "time in all-to-alls, with the wait while copies hold the link; this is why layerwise can be slower "
     "than resident although it waited 0.0 ms for weights",
-    "moved a step": "bytes copied from host memory",
+    "copied per step": "bytes copied from host memory",
     "to resident": "step time divided by that of resident, median of all rounds (and their middle half)",
     "equal to resident": "whether the outputs are equal bit for bit",
 }
@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
     dump = None if arguments.dump is None else check_folder(arguments.dump)
     results: dict[str, BenchRecord] = {}
-    say(arguments, f"{_prose(_SUBJECT)}\n\nColumns of the tables:\n{_columns()}")
+    say(arguments, f"{prose(_SUBJECT)}\n\nColumns of the tables:\n{_columns()}")
     for name, regime in DEMO.items():
-        say(arguments, "\n" + _prose(f"{name}: {_MEANS[name].format(load=regime.load)}"))
+        say(arguments, "\n" + prose(f"{name}: {_MEANS[name].format(load=regime.load)}"))
         sized = replace(regime, size=replace(regime.size, **given))
         folder = None if dump is None else str(dump / name)
         job = job_of(sized, arguments.steps, lowering=arguments.lowering, dump=folder, lines=True)
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         results[name] = result = summarise(job, ranks)
         ratios = {arm: _ratio(result, arm, RESIDENT) for arm in result.record.arms}
         shown = table(result.record, {"to resident": ratios})
-        say(arguments, f"\n{_conditions(job, result)}\n\n{shown}\n\n{_printable(bars(result.record))}")
+        say(arguments, f"\n{prose(_conditions(job, result))}\n\n{shown}\n\n{_printable(bars(result.record))}")
     say(arguments, "")
     for name, result in results.items():
-        say(arguments, _prose(f"{name}: {_finding(result)}"))
+        say(arguments, prose(f"{name}: {_finding(result)}"))
     if dump is None:
         say(arguments, f"\nNo file is kept. To keep the programs and a picture: {called('demo', '--dump', 'demo')}")
     else:
@@ -122,7 +122,7 @@ def _busy(results: Mapping[str, BenchRecord]) -> str:
     if not signs:
         return ""
     told = "; ".join(f"in {name}, {why}" for name, why in signs.items())
-    return _prose(
+    return prose(
         f"The machine was busy with other work, so the ratios cannot be trusted: {told}. Run the demo again when nothing "
         "else uses the processors."
     )
@@ -136,10 +136,6 @@ def _columns() -> str:
         )
         for column, meaning in _COLUMNS.items()
     )
-
-
-def _prose(text: str) -> str:
-    return textwrap.fill(text, PROSE_WIDTH, break_on_hyphens=False)
 
 
 def _printable(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from chunkflow_compile import __version__
 from chunkflow_compile.catalog.presets import weight_bytes
 from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.hardware.machine import Machine, look
@@ -12,7 +13,7 @@ from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.report.health import copy_rates, engines, findings, health_table, room_for
+from chunkflow_compile.report.health import Finding, copy_rates, engines, findings, health_table, room_for
 
 from .output import called, say, write_json
 
@@ -23,7 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = look()
     settle()
     rates = copy_rates(_profile(machine), max(arguments.ranks, len(machine.gpus)), called())
-    listed = (*findings(machine, called()), rates, engines(why_not_tensorrt()))
+    ours = Finding("chunkflow-compile", __version__)
+    listed = (ours, *findings(machine, called()), rates, engines(why_not_tensorrt()))
     if arguments.model is not None:
         ranks = arguments.ranks
         read_time = ReadTime.here(weight_bytes(arguments.model))

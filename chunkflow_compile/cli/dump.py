@@ -8,17 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-from tabulate import tabulate
-
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pipeline import Stage, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
+from chunkflow_compile.report.record import fitted
 from chunkflow_compile.report.stages import StageWriter, annotator
+from chunkflow_compile.weights.progress import Progress
 
-from .output import Progress, say, write_json
+from .output import say, write_json
 from .target import Target, load_target, options_of
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.verify_each:
             print(f"contracts hold: {', '.join(s.name for s in finished)}", file=sys.stderr)
         if arguments.verbose:
-            print(tabulate(times, tablefmt="plain"), file=sys.stderr)
+            print(fitted(times, tablefmt="plain"), file=sys.stderr)
     finally:
         if finished:
             _show(arguments, target, finished, writer)
@@ -67,7 +67,7 @@ def _show(arguments: argparse.Namespace, target: Target, finished: list[Stage], 
         report = writer.finish(target.heading, target.forwards)
         rows = [(w.name, w.path.name, w.lines, w.added, w.removed) for w in writer.written]
         say(arguments, f"{target.heading}\n")
-        say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed")))
+        say(arguments, fitted(rows, ("stage", "file", "lines", "added", "removed")))
         say(arguments, f"\nread first: {report}")
     if arguments.json:
         counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in finished}

@@ -3,48 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
-from functools import partial
 
+from chunkflow_compile import __version__
 from chunkflow_compile.catalog.quiet import quiet_imports
 from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
+from chunkflow_compile.report.record import PROSE_WIDTH
 
 from .output import check_json, save_traceback
-from .parsers import COMMANDS
+from .parsers import AUDIENCES, COMMANDS
 
 DESCRIPTION = """\
-Runs diffusion transformers that do not fit the GPU: weights stream from host
-memory through a program that is planned and proved safe at compile time.
-
-The planning commands need no weights and no GPU.  MODEL is a preset or
-file.py:function, a function that returns a model and the keyword arguments of
-one call.
+Runs diffusion transformers that are too large for GPU memory: weights stay in
+host memory and are copied to the GPU while each denoising step computes.
 """
 
 EPILOG = """\
+MODEL is a preset, or file.py:function, a function that returns a model and the
+keyword arguments of one call.  Planning needs no weights and no GPU.
+
 exit codes:
-  0  fine
-  1  a finding: a check failed
+  0  success
+  1  a check failed
   2  bad use: the sentence on stderr says what to change
 
-Tables go to stdout, progress to stderr; --json writes the same as JSON.
+Tables go to stdout, notes and progress to stderr; --json writes the same as JSON.
+CHUNKFLOW_PROGRESS=0 turns progress off.
 chunkflow COMMAND --help lists the options of a command, with an example.
 
 examples:
-  chunkflow demo
-  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --memory 4GiB
-  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate
+  chunkflow pipeline flux.1-dev --memory 12GiB --hardware rtx-4080-pcie
+  chunkflow plan wan2.2-ti2v-5b --memory 4GiB
+  chunkflow doctor
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Return 0 if all is well, 1 on a finding, 2 on bad use, 130 if interrupted."""
-    arguments = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if said := _misspelt(given):
+        print(f"chunkflow: {said}", file=sys.stderr)
+        return 2
+    parser = _parser()
+    arguments = parser.parse_args(given)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         if arguments.command != "doctor":  # which shows first what is wrong with it
             settle()
@@ -82,26 +93,48 @@ def _with_options(said: str, options: Sequence[str]) -> str:
     return re.sub(rf"(?<![\w./-])([Oo]ption )?({'|'.join(names)})\b(=?)", option, said)
 
 
+def _misspelt(argv: Sequence[str]) -> str:
+    """That the command of a command line does not exist, and which is meant; empty if it does, or if none is named."""
+    name = next(iter(argv), "")
+    if name.startswith("-") or name in ("", *COMMANDS):
+        return ""
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    meant = f"; did you mean {close[0]!r}?" if close else "."
+    return f"There is no command {name!r}{meant} chunkflow --help lists the commands."
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="chunkflow",
-        description=DESCRIPTION,
+        usage="chunkflow [-h] [--version] COMMAND ...",
+        description=f"{DESCRIPTION}\n{_listed()}",
         epilog=EPILOG,
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
+        formatter_class=_formatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    parser.add_argument("--version", action="version", version=f"chunkflow {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="chunkflow", help=argparse.SUPPRESS)
     for name, command in COMMANDS.items():
         own = commands.add_parser(
-            name,
-            help=command.summary,
-            description=command.description,
-            epilog=command.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, description=command.description, epilog=command.epilog, formatter_class=_formatter
         )
         command.arguments(own)
         own.add_argument("--debug", action="store_true", help="show the Python traceback of an error")
         own.set_defaults(options=re.findall(r"--[\w-]+", own.format_usage()))
     return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Help in lines of at most PROSE_WIDTH characters, however wide the terminal is."""
+    columns = shutil.get_terminal_size().columns - 2  # as argparse does
+    return argparse.RawDescriptionHelpFormatter(prog, width=max(40, min(columns, PROSE_WIDTH)))
+
+
+def _listed() -> str:
+    """The commands by audience, a line for each."""
+    parts = []
+    for title, names in AUDIENCES.items():
+        parts.append("\n".join([f"{title}:", *(f"  {name:10} {COMMANDS[name].summary}" for name in names)]))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

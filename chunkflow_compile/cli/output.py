@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import shutil
 import sys
 import tempfile
-import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-
-from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import as_json, check_writable
@@ -65,35 +60,3 @@ def save_traceback() -> str:
     except OSError:
         return "--debug"
     return file.name
-
-
-class Progress:
-    """A progress bar on stderr over the phases of a command, if stderr is a terminal."""
-
-    def __init__(self, phases: int) -> None:
-        self._bar = tqdm(
-            total=phases, leave=False, disable=None, bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt} {elapsed}"
-        )
-
-    @contextlib.contextmanager
-    def phase(self, what: str) -> Iterator[None]:
-        """Show ``what`` during the phase.  The clock keeps running, although the phase reports no progress."""
-        self._bar.set_description_str(what)
-        over = threading.Event()
-        ticker = threading.Thread(target=self._tick, args=(over,), daemon=True)
-        ticker.start()
-        try:
-            yield
-        except BaseException:
-            self._bar.close()
-            raise
-        finally:
-            over.set()
-            ticker.join()
-        self._bar.update()
-        if self._bar.n >= (self._bar.total or 0):
-            self._bar.close()
-
-    def _tick(self, over: threading.Event) -> None:
-        while not self._bar.disable and not over.wait(1.0):
-            self._bar.refresh()

@@ -20,16 +20,17 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.report.generation import draw_generation, generation_tables
+from chunkflow_compile.report.generation import Limits, draw_generation, generation_answer, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.pictures import check_picture
-from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.report.record import check_writable, prose
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes, size
+from chunkflow_compile.weights.progress import Progress
 
-from .arguments import CARD, FORMS, sizes_given
-from .output import Progress, say, write_json
-from .target import machine, shown
+from .arguments import FORMS, sizes_given
+from .machine import choose_hardware, machine, note_hardware
+from .output import say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,13 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         check_writable(Path(arguments.timeline))
     pipeline = published(arguments.pipeline)
-    hardware = machine(load_profile(arguments.hardware or CARD), arguments)
+    choose_hardware(arguments)
+    hardware = machine(load_profile(arguments.hardware), arguments)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "memory")
     sizes = replace(pipeline.transformer.sizes, **sizes_given(arguments))
     pipeline.transformer.shape(sizes)
     steps = pipeline.steps if arguments.steps is None else arguments.steps
     if steps < pipeline.experts:
         raise ChunkflowError(f"--steps must be at least {pipeline.experts}.")
+    note_hardware(arguments)
     progress = Progress(len(pipeline.encoders) + 3)
     fused = arguments.lowering == "inductor"
     components = [
@@ -53,13 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     with progress.phase("planning"):
         least = least_budget(components, hardware)
+        limits = Limits(budget=memory, card=hardware.name, card_bytes=hardware.memory_bytes)
         memory = least if memory is None else memory
         ways = generations(components, hardware, memory)
-    title = f"{pipeline.name}, {sizes}, {steps} steps, on {shown(hardware, arguments)}"
-    say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")
-    say(arguments, generation_tables(ways, pipeline.transformer.forwards))
+    forwards = pipeline.transformer.forwards
+    per_step = f"{forwards} forward{'s' * (forwards > 1)} per step"
+    title = f"{pipeline.name}, {sizes}, {steps} steps, {per_step}, on {hardware.name}"
+    say(arguments, prose(generation_answer(ways, limits)))
+    say(arguments, "\n" + prose(f"{title}, within {size(memory)}; the minimum is {size(least)}") + "\n")
+    say(arguments, generation_tables(ways, limits))
     if arguments.picture:
-        draw_generation(ways, memory, title, Path(arguments.picture))
+        draw_generation(ways, memory, hardware, title, Path(arguments.picture))
         say(arguments, f"\npicture: {arguments.picture}")
     if arguments.timeline:
         Path(arguments.timeline).write_text(generation_events(ways["chunkflow"], title))

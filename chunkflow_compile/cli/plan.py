@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -16,16 +15,18 @@ from chunkflow_compile.passes.plan import chunk_count
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import check_picture, draw_curve
 from chunkflow_compile.report.plan_tables import (
+    answer,
     blocks_table,
     packing_sentence,
     peers_sentence,
     summary_table,
     weights_table,
 )
-from chunkflow_compile.report.record import seconds
+from chunkflow_compile.report.record import fitted, prose, seconds
 from chunkflow_compile.units import size
+from chunkflow_compile.weights.progress import Progress
 
-from .output import Progress, say, write_json
+from .output import say, write_json
 from .target import Target, load_and_plan, load_target, note_rates
 
 
@@ -33,15 +34,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.curve is not None:
         return _curve(arguments)
     target, plan = load_and_plan(arguments, Progress(2))
-    say(arguments, f"{target.heading}\n")
     if target.settings.memory is not None:
-        goal = f"the fastest within {size(target.settings.memory)}"
+        goal = f"the fastest plan within {size(target.settings.memory)}"
     else:
-        goal = f"the smallest within {target.settings.slowdown or DEFAULT_SLOWDOWN:g} times the resident step"
-    say(arguments, f"goal: {goal}\n\n{summary_table(plan, target.problem, target.forwards)}")
-    say(arguments, f"\n{blocks_table(plan, target.problem)}")
+        slowdown = target.settings.slowdown or DEFAULT_SLOWDOWN
+        goal = f"the smallest plan that takes at most {slowdown:g} times as long as all-resident"
+    say(arguments, f"{answer(plan, target.problem, target.forwards)}\n\n{target.heading}\ngoal: {goal}\n")
+    say(arguments, summary_table(plan, target.problem, target.forwards))
     if arguments.weights:
-        say(arguments, f"\n{weights_table(plan.weights, target.cut.packed)}")
+        say(arguments, f"\n{blocks_table(plan, target.problem)}\n\n{weights_table(plan.weights, target.cut.packed)}")
     write_json(arguments, plan.to_json())
     if arguments.json:
         say(arguments, f"\nplan {plan.digest}: {arguments.json}")
@@ -54,26 +55,28 @@ def _curve(arguments: argparse.Namespace) -> int:
         check_picture(picture)
     if arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto":
         raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
-    target = load_target(arguments, Progress(1))
-    note_rates(target)
-    points = _points(target, target.raw)
-    said = {"packed": packing_sentence(target.problem), "in pieces": peers_sentence(target.problem)}
-    form = ", ".join(name for name, sentence in said.items() if sentence)
-    others = _points(target, target.problem) if form else []
+    progress = Progress(2)
+    target = load_target(arguments, progress)
+    with progress.phase("planning for each budget"):
+        note_rates(target)
+        points = _points(target, target.raw)
+        said = {"packed": packing_sentence(target.problem), "in pieces": peers_sentence(target.problem)}
+        form = ", ".join(name for name, sentence in said.items() if sentence)
+        others = _points(target, target.problem) if form else []
     say(arguments, f"{target.heading}\n")
-    headers = ["weights on the device", "step", "of resident"]
-    rows = [[size(p.memory), *_cells(p.step_s, target, points)] for p in _few(points)]
+    headers = ["weights on the GPU", "forward", "of resident"]
+    rows = [[size(p.memory), *_cells(p.step_s, points)] for p in _few(points)]
     if others:
-        say(arguments, "".join(f"{name}: {sentence}\n" for name, sentence in said.items() if sentence))
+        say(arguments, "".join(prose(f"{name}: {sentence}") + "\n" for name, sentence in said.items() if sentence))
         headers += [form, "of resident"]
         for row, point in zip(rows, _few(points), strict=True):
             within = [p.step_s for p in others if p.memory <= point.memory]
-            row += _cells(min(within), target, points) if within else ["-", "-"]
-    say(arguments, tabulate(rows, headers=headers, disable_numparse=True))
+            row += _cells(min(within), points) if within else ["-", "-"]
+    say(arguments, fitted(rows, headers))
     write_json(arguments, {"model": target.heading, "points": points, **({form: others} if others else {})})
     if picture:
-        title = f"{target.title}, {target.parallel}, {target.machine}"
-        draw_curve(points, others, form, target.forwards, title, Path(picture))
+        title = f"{target.title}; {target.where}"
+        draw_curve(points, others, form, title, Path(picture))
         say(arguments, f"\npicture: {picture}")
     return 0
 
@@ -87,9 +90,9 @@ def _points(target: Target, problem: Problem) -> list[Point]:
     return on_grid(progress, chunk_bytes)
 
 
-def _cells(step_s: float, target: Target, points: list[Point]) -> list[str]:
-    """A step, and how many times that with all weights resident and raw it takes."""
-    return [seconds(step_s * target.forwards), f"{step_s / points[-1].resident_step_s:.3f}"]
+def _cells(step_s: float, points: list[Point]) -> list[str]:
+    """A forward, and how many times as long it takes as one with all weights resident and raw."""
+    return [seconds(step_s), f"{step_s / points[-1].resident_step_s:.3f}"]
 
 
 def _few(points: list[Point]) -> Iterator[Point]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import ONLY_PREDICTED, SHARDED, OnlyPredicted, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
-from chunkflow_compile.report.plan_tables import packing_sentence, peers_sentence
-from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
+from chunkflow_compile.report.plan_tables import packing_sentence, part_of, peers_sentence
+from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, prose, seconds, table
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded, why_not
+from chunkflow_compile.units import size
+from chunkflow_compile.weights.progress import Progress
 
 from .degrees import sweep
-from .output import Progress, say, write_json
+from .output import say, write_json
 from .parsers import SIMULATED
 from .target import Target, load_target, note_rates
 
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         note_rates(target)
         predicted = {policy: _arm(target, policy) for policy in policies}
     record = ComparisonRecord(
-        model=f"{target.title}, simulated on {target.machine}",
+        model=f"{target.title}, simulated on {target.hardware.name}",
         degree=target.degree,
         cfg_parallel=target.cfg_parallel,
         arms={policy: arm for policy, (arm, _) in predicted.items()},
@@ -51,9 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     others = f", but for policy {raw}" if raw else ""
     packed = f"; packed{others}: {packing}" if (packing := packing_sentence(target.problem)) else ""
     pieces = f"; in pieces{others}: {peers}" if (peers := peers_sentence(target.problem)) else ""
-    say(arguments, f"{record.model}; {target.parallel}, {target.calls}{packed}{pieces}\n")
     calls = {policy: call for policy, (_, call) in predicted.items()}
-    say(arguments, table(record, _policy_columns(calls, target.forwards)))
+    shown = replace(record, arms={p: _per_forward(arm, target.forwards) for p, arm in record.arms.items()})
+    say(arguments, f"{prose(_answer(shown, target.settings.memory))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
+    say(arguments, table(shown, _policy_columns(shown, calls, target.settings.memory), per="forward"))
     write_json(arguments, record.body)
     return 0
 
@@ -91,11 +95,48 @@ def _plan(target: Target, policy: Policy) -> Plan:
     )
 
 
-def _policy_columns(calls: Mapping[str, Prediction | Timeline], forwards: int) -> dict[str, dict[str, object]]:
-    columns: dict[str, dict[str, object]] = {
-        "collectives slowed by": {name: seconds(round(p.inflation_s * forwards, 9) + 0.0) for name, p in calls.items()}
-    }
-    if "layerwise" in calls:
-        base = calls["layerwise"].step_s
-        columns["step to layerwise"] = {name: f"{p.step_s / base:.3f}" for name, p in calls.items()}
+def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
+    """The record of one of the ``forwards`` of a step."""
+    return replace(
+        arm,
+        step_s=(arm.step_s or 0.0) / forwards,
+        exposed_h2d_s=(arm.exposed_h2d_s or 0.0) / forwards,
+        collective_s=(arm.collective_s or 0.0) / forwards,
+        moved_bytes_per_step=(arm.moved_bytes_per_step or 0) // forwards,
+    )
+
+
+def _answer(record: ComparisonRecord, memory: int | None) -> str:
+    """The result in a sentence: of chunkflow, or of the only policy, compared with all weights resident.
+
+    ``record``: of one forward.  ``memory``: the budget for weights, bytes, if there is one.
+    """
+    name = "chunkflow" if "chunkflow" in record.arms else next(iter(record.arms))
+    arm, resident = record.arms[name], record.arms.get("resident")
+    text = f"{name}: {seconds(arm.step_s)} per forward"
+    if resident is not None and resident is not arm:
+        text += f", {(arm.step_s or 0.0) / (resident.step_s or 1.0):.3f} times all-resident"
+    text += f"; {part_of(arm.weights_device_bytes or 0, arm.weights_total_bytes or 0)} of weights on the GPU"
+    if memory is not None and resident is not None and not _fits(resident, memory):
+        text += f"; all of them do not fit {size(memory)}"
+    return text
+
+
+def _fits(arm: ArmRecord, memory: int) -> bool:
+    return (arm.weights_device_bytes or 0) <= memory
+
+
+def _policy_columns(
+    record: ComparisonRecord, calls: Mapping[str, Prediction | Timeline], memory: int | None
+) -> dict[str, dict[str, object]]:
+    """``record``: of one forward.  ``memory``: the budget for weights, bytes, if there is one."""
+    columns: dict[str, dict[str, object]] = {}
+    base = "resident" if "resident" in calls else "layerwise"
+    if base in calls:
+        base_s = calls[base].step_s
+        columns[f"to {base}"] = {name: f"{p.step_s / base_s:.3f}" for name, p in calls.items()}
+    if memory is not None:
+        columns[f"fits {size(memory)}"] = {n: "yes" if _fits(arm, memory) else "NO" for n, arm in record.arms.items()}
+    slowed = {name: seconds(round(p.inflation_s, 9) + 0.0) for name, p in calls.items()}
+    columns["collectives slowed by"] = dict(slowed)
     return columns

@@ -26,18 +26,21 @@ from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.report.record import prose
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
+from chunkflow_compile.weights.progress import Progress
 
-from .arguments import FORMS, MACHINE, add_model, sizes_given
-from .output import Progress, save_traceback
+from .arguments import FORMS, add_model, sizes_given
+from .machine import choose_hardware, machine, note_hardware
+from .output import save_traceback
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """A traced model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
 
-    ``machine``: its name, and whether it is the default.  ``cfg_parallel``: 2 if each branch of classifier-free guidance has
+    ``cfg_parallel``: 2 if each branch of classifier-free guidance has
     ranks of its own.  ``regional``: whether its blocks are compiled one by one, and run as a cycle.  ``host_memory``: most
     bytes of its weights in host memory, None for all of them.
     """
@@ -47,7 +50,6 @@ class Target:
     degree: int
     forwards: int
     settings: Settings
-    machine: str
     cfg_parallel: int = 1
     regional: bool = False
     host_memory: int | None = None
@@ -97,34 +99,41 @@ class Target:
 
     def plan(self, problem: Problem | None = None, **other: Any) -> Plan:
         """The plan for the goal of the command, or for another form of the problem, or for ``other`` settings."""
-        return make_plan(problem or self.problem, replace(self.settings, **other), inside=self.regional)
+        plan = make_plan(problem or self.problem, replace(self.settings, **other), inside=self.regional)
+        return replace(plan, model=self.title)
 
     @property
-    def parallel(self) -> str:
-        """Over how many ranks a step is split, and how."""
+    def ranks(self) -> int:
+        return self.cfg_parallel * self.degree
+
+    @property
+    def where(self) -> str:
+        """The machine, and over how many ranks a step is split, if over several, and how."""
+        if self.ranks == 1:
+            return f"on {self.hardware.name}"
         if self.cfg_parallel == 1:
-            return f"Ulysses degree {self.degree}"
-        ranks = self.cfg_parallel * self.degree
-        return f"{ranks} ranks: CFG parallel {self.cfg_parallel} x Ulysses {self.degree}"
+            return f"Ulysses degree {self.degree} on {self.hardware.name}"
+        return f"{self.ranks} ranks: CFG parallel {self.cfg_parallel} x Ulysses {self.degree} on {self.hardware.name}"
 
     @property
     def calls(self) -> str:
         """How often a rank calls the model in a step."""
-        return f"{self.forwards} forward{'s' * (self.forwards != 1)} a step"
+        return f"{self.forwards} forward{'s' * (self.forwards != 1)} per step"
 
     @property
     def heading(self) -> str:
         without = f"; without {', '.join(sorted(self.settings.disabled))}" if self.settings.disabled else ""
         without += "; its blocks compiled one by one" if self.regional else ""
-        return f"{self.title}; {self.parallel} on {self.machine}, {self.calls}{without}"
+        return prose(f"{self.title}; {self.where}, {self.calls}{without}")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The arguments as options of the backend.  Raises ChunkflowError if one is invalid."""
+    """The arguments as options of the backend, with a machine.  Raises ChunkflowError if one is invalid."""
+    choose_hardware(arguments)
     return Options(
         memory=arguments.memory,
         slowdown=arguments.slowdown,
-        hardware=arguments.hardware or MACHINE,
+        hardware=arguments.hardware,
         yields=arguments.yields,
         chunk_bytes=parse_bytes(arguments.chunk_bytes, "chunk_bytes"),
         min_bytes=parse_bytes(arguments.min_bytes, "min_bytes"),
@@ -162,7 +171,6 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
         degree=arguments.ulysses,
         forwards=forwards,
         settings=replace(settings, hardware=hardware, peers=peers, ranks=arguments.ulysses),
-        machine=shown(hardware, arguments),
         cfg_parallel=arguments.cfg_parallel,
         regional=arguments.regional,
         host_memory=host_memory,
@@ -193,6 +201,7 @@ def _trace_own(arguments: argparse.Namespace, min_bytes: int, progress: Progress
     forwards = _forwards(arguments, arguments.model, 1)
     with contextlib.redirect_stdout(sys.stderr):
         build = load_build(arguments.model)
+    note_hardware(arguments)
     with progress.phase(f"tracing {arguments.model}"):
         traced = _trace(arguments, lambda: trace_without_weights(build, degree, min_bytes, cfg_parallel=cfg_parallel))
     return arguments.model, forwards, traced
@@ -205,6 +214,7 @@ def _trace_preset(arguments: argparse.Namespace, min_bytes: int, progress: Progr
     model.shape(sizes)
     forwards = _forwards(arguments, model.name, model.forwards)
     degree, cfg_parallel = arguments.ulysses, arguments.cfg_parallel
+    note_hardware(arguments)
     with progress.phase(f"tracing {model.name}, half a minute for 10,000 nodes"):
         traced = _trace(arguments, lambda: model.trace(degree, sizes, min_bytes, quantize, cfg_parallel))
     title = f"{model.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
@@ -212,7 +222,7 @@ def _trace_preset(arguments: argparse.Namespace, min_bytes: int, progress: Progr
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """Refuse the options of a model, which a plan file already fixes.  Raises ChunkflowError if one is set."""
+    """Raise ChunkflowError if an option of a model is set, which a plan file already fixes."""
     parser = argparse.ArgumentParser()
     add_model(parser, or_blocks=True)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
@@ -256,31 +266,6 @@ def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
             "and HunyuanVideo; where there are two branches (true_cfg_scale), give --forwards 2 and the inputs of one."
         )
     return calls // ranks
-
-
-def shown(hardware: Hardware, arguments: argparse.Namespace) -> str:
-    """The name of the machine, and whether the user has named it."""
-    return hardware.name if arguments.hardware else f"{hardware.name} (the default)"
-
-
-def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
-    """The machine with the attention kernel and the number of nodes that the user has set.
-
-    Raises ChunkflowError if it has no rate for the kernel, or if the nodes do not divide the ranks.
-    """
-    if arguments.attention != "auto":
-        hardware = hardware.attending_by(arguments.attention)
-    nodes, ranks = arguments.nodes, arguments.ulysses
-    if nodes < 1 or ranks % nodes:
-        raise ChunkflowError(
-            f"--nodes {nodes} does not divide --ulysses {ranks}: a node has equally many ranks of a group, and at least one."
-        )
-    if nodes > 1 and arguments.cfg_parallel > 1:
-        raise ChunkflowError(
-            "--nodes with --cfg-parallel: which ranks share a node is not known. Leave out --nodes where each branch has a "
-            "node of its own, or --cfg-parallel."
-        )
-    return hardware if nodes == 1 else replace(hardware, node_ranks=ranks // nodes)
 
 
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:

@@ -11,11 +11,12 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
 from chunkflow_compile.report.pictures import check_picture
-from chunkflow_compile.report.record import fine, seconds
+from chunkflow_compile.report.plan_tables import part_of
+from chunkflow_compile.report.record import fine, prose, seconds
 from chunkflow_compile.report.timeline_picture import draw_timeline
 from chunkflow_compile.units import size
+from chunkflow_compile.weights.progress import Progress
 
-from .output import Progress
 from .target import load_and_plan, refuse_options
 
 
@@ -24,16 +25,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.blocks < 1:
         raise ChunkflowError("--blocks must be at least 1.")
     check_picture(out, ".json")
-    title, plan = _plan_shown(arguments)
+    progress = Progress(3)
+    title, plan = _plan_shown(arguments, progress)
     lanes = lanes_of(plan)
-    total = sum(w.nbytes for w in plan.weights)
-    held = f"{size(plan.device_bytes)} of {size(total)} of weights on the device"
-    said = f"{title}: {held}, {size(plan.moved_bytes)} copied a call"
-    if out.suffix == ".json":
-        out.write_text(trace_events(lanes, said))
-    else:
-        draw_timeline(lanes, said, out, block=arguments.block, blocks=arguments.blocks)
-    print(f"{said}\none call {seconds(lanes.step_s)}; {_stalls_sentence(lanes)}\n\nwritten: {out}")
+    held = f"{part_of(plan.device_bytes, sum(w.nbytes for w in plan.weights))} of weights on the GPU"
+    said = f"{title}: {held}, {size(plan.moved_bytes)} copied per forward"
+    with progress.phase("drawing"):
+        if out.suffix == ".json":
+            out.write_text(trace_events(lanes, said))
+        else:
+            draw_timeline(lanes, said, out, block=arguments.block, blocks=arguments.blocks)
+    print(prose(f"{seconds(lanes.step_s)} per forward; {_stalls_sentence(lanes)}"))
+    print(f"\n{prose(said)}\n\nwritten: {out}")
     return 0
 
 
@@ -49,10 +52,11 @@ def _stalls_sentence(lanes: Lanes) -> str:
     return f"compute waits {count} time{'s' * (count != 1)}, {fine(waited)} in all; longest before {named}"
 
 
-def _plan_shown(arguments: argparse.Namespace) -> tuple[str, Plan]:
+def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str, Plan]:
+    """The title of the picture, which names the model, and the plan."""
     if arguments.model.endswith(".json"):
         refuse_options(arguments)
         plan = read_plan(arguments.model)
-        return f"{Path(arguments.model).name}, policy {plan.policy} on {plan.hardware}", plan
-    target, plan = load_and_plan(arguments, Progress(2))
-    return f"{target.title}; {target.parallel} on {target.machine}", plan
+        return f"{plan.model or Path(arguments.model).name}; policy {plan.policy} on {plan.hardware}", plan
+    target, plan = load_and_plan(arguments, progress)
+    return f"{target.title}; {target.where}", plan

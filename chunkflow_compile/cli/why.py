@@ -7,8 +7,9 @@ from functools import partial
 
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.report.story import changes, find_weight, tell
+from chunkflow_compile.weights.progress import Progress
 
-from .output import Progress, say, write_json
+from .output import say, write_json
 from .target import load_target, note_rates
 
 

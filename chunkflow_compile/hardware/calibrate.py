@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
@@ -35,7 +35,19 @@ from .pulls import Pulls, measure_pulls, pull_figures
 from .stopwatch import Stopwatch
 from .together import ROUNDS_BESIDE, all_to_all, joined, rank_device, rounds
 
+# What is measured, in this order.
+STAGES = (
+    "GEMMs and attention",
+    "memory",
+    "calls",
+    "copies",
+    "collectives and compute, alone and while copies run",
+    "copies of all ranks at once",
+    "pulls from the GPUs of other ranks",
+)
 LINK_RANKS = 2
+# Times that the same GEMMs are repeated, before the calibration and after it, to see whether the machine is busy.
+_REPEATED = 4
 # The smallest copy gives the cost to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
@@ -65,12 +77,14 @@ def calibrate(
     emulated: LinkEmulation | None = None,
     loopback: bool = False,
     together: int | None = None,
+    phase: Callable[[str], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> Hardware:
-    """Measure ``device`` into a profile called ``name``, with a progress bar.
+    """Measure ``device`` into a profile called ``name``.
 
     ``emulated``: an emulated link for copies and collectives.  The profile records it, and programs compiled for the
     profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
-    ``together``: the ranks that copy at once, and pull from each other, by default one for each GPU.
+    ``together``: the ranks that copy at once, and pull from each other, by default one for each GPU.  ``phase``: a context to
+    measure each of the STAGES in, which shows its name.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
     together = together or (1 if device.type == "cpu" else torch.cuda.device_count())
@@ -78,23 +92,39 @@ def calibrate(
     figures: dict[str, Any] = {"eta_pref": 1.0}
     sources = {"eta_pref": "1: the bandwidth is measured, not nominal"}
     link = partial(_on_ranks, device, emulated, loopback) if ranks else partial(_on_one_device, device, figures)
-    stages: dict[str, Callable[[], Iterable[_Figure]]] = {
-        "GEMMs and attention": partial(_compute, device),
-        "memory": partial(_memory, device),
-        "calls": partial(_calls, device),
-        "copies": partial(_copies, device, emulated),
-        "collectives and compute, alone and beside copies": link,
-        "copies of all ranks at once": partial(_together, device, emulated, together),
-        "pulls from the devices of other ranks": partial(_pulls, device, emulated, together, not loopback, figures),
-    }
+    measures: tuple[Callable[[], Iterable[_Figure]], ...] = (
+        partial(_compute, device),
+        partial(_memory, device),
+        partial(_calls, device),
+        partial(_copies, device, emulated),
+        link,
+        partial(_together, device, emulated, together),
+        partial(_pulls, device, emulated, together, not loopback, figures),
+    )
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
     _warm_up(device)
-    with tqdm(stages.items(), unit="stage") as progress:
-        for text, measure in progress:
-            progress.set_description(text)
+    for stage, measure in zip(STAGES, measures, strict=True):
+        with phase(f"measuring {stage}"):
             for figure, value, how in measure():
                 figures[figure], sources[figure] = value, how if how.startswith(_AS_IT_IS) else f"{by}: {how}"
     return Hardware(name=name, **figures, sources=sources, link_emulation=emulated)
+
+
+def repeated_seconds(device: torch.device) -> list[float]:
+    """Seconds of the same GEMMs, several times: they are equal, unless other work keeps the device busy."""
+    _warm_up(device)
+    n, times = (1024, 4) if device.type == "cpu" else (4096, 64)
+    a, b = (
+        torch.randn(n, n, device=device, dtype=torch.float32 if device.type == "cpu" else torch.float16) for _ in "ab"
+    )
+    a @ b
+    seconds = []
+    for _ in range(_REPEATED):
+        watch = Stopwatch(device)
+        for _ in range(times):
+            a @ b
+        seconds.append(watch.stop())
+    return seconds
 
 
 def _warm_up(device: torch.device) -> None:
@@ -160,6 +190,8 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     yield "eta_memory", 1.0, "1: the bandwidth is measured, not nominal"
     cache = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
+    total = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
+    yield "memory_bytes", total, "as the driver says"
     inside = cache_rate(source[: cache // 16], partial(_in_a_row, device)) if cache else rate
     how = "pointwise kernels in a row on a quarter of the cache, less their starts"
     yield "cache_bandwidth", max(rate, inside), how

@@ -129,7 +129,7 @@ def load_profile(name: str | Path) -> Hardware:
     """
     if not isinstance(name, (str, Path)):
         raise ChunkflowError(
-            f"hardware={name!r} is not a name: use one of {', '.join(profile_names())}, or the path of a JSON file."
+            f"hardware={name!r} is not a name: use one that chunkflow hardware lists, or the path of a JSON file."
         )
     if str(name) == MEASURED:
         if (measured := _measured_path()) is None:
@@ -143,7 +143,7 @@ def load_profile(name: str | Path) -> Hardware:
         return _read_profile(Path(name))
     raise ChunkflowError(
         f"There is no hardware profile {str(name)!r}; the nearest are {', '.join(_nearest(str(name)))}. Use one of them, a "
-        f"JSON file, or {MEASURED!r}; chunkflow plan --help lists all."
+        f"JSON file, or {MEASURED!r}; chunkflow hardware lists all."
     )
 
 

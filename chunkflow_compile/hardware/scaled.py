@@ -21,6 +21,7 @@ class Properties(Protocol):
     memory_clock_rate: int
     memory_bus_width: int
     L2_cache_size: int
+    total_memory: int
 
 
 # Compute capability -> a profile of that architecture, and the multiprocessors and the highest clock (kHz) of its card, from
@@ -73,6 +74,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         like,
         name=f"scaled for {properties.name}",
         cards=(),
+        memory_bytes=properties.total_memory,
         gemm_flops={dtype: faster * rate for dtype, rate in like.gemm_flops.items()},
         attention_flops={kernel: faster * rate for kernel, rate in like.attention_flops.items()},
         memory_bandwidth=memory or like.memory_bandwidth,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+# Share by which the same work may differ.  On two idle cores it differs by four hundredths at most; more is a sign of other
+# processes that use them.
+SPREAD = 0.10
 
 
 class Stopwatch:
@@ -33,3 +38,13 @@ def mark(stream: torch.cuda.Stream) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
+
+
+def why_uneven(what: str, seconds: Sequence[float]) -> str:
+    """That the same work took unequally long, in a clause, as on a machine that is busy with other work; empty if it did not.
+
+    ``what``: the subject of the clause, in the plural.
+    """
+    if not seconds or max(seconds) <= (1 + SPREAD) * min(seconds):
+        return ""
+    return f"{what} took from {min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"

@@ -6,22 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from tabulate import tabulate
-
+from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.units import size
 
 from .pictures import new_axes, save_figure
-from .record import seconds
+from .record import fitted, seconds
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
+# What a way of which the name says too little is called.
+_LABELS = {"plain": "torch.compile alone, all on the GPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``loading_s``: seconds before its first
-    call, and after its last if it goes back to the host then, in which nothing computes.  ``seconds``: of one call.
-    ``plan``: of its weights, None if it runs eagerly or under group offload."""
+    """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of the weights of its
+    component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last
+    if its weights return to the host then, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights,
+    None if it runs eagerly or under group offload."""
 
     name: str
     weights: int
@@ -29,6 +31,7 @@ class PhaseMemory:
     calls: int
     seconds: float
     loading_s: float = 0.0
+    host: int = 0
     plan: Plan | None = None
 
     @property
@@ -45,25 +48,72 @@ class PhaseMemory:
 Generation = Sequence[PhaseMemory]
 
 
-def generation_tables(generations: Mapping[str, Generation], step: int) -> str:
-    """A line for each way to run it, and for each phase of ours.  ``step``: calls of a transformer in a step."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a way to run a generation must fit: the ``budget`` of the user, None if there is none, or else the memory of the
+    ``card`` by its data sheet, 0 if unknown.  Bytes."""
+
+    budget: int | None
+    card: str
+    card_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.card_bytes if self.budget is None else self.budget
+
+    def __str__(self) -> str:
+        what = f"the memory of {self.card}" if self.budget is None else "the budget"
+        return f"{what}, {size(self.nbytes)}"
+
+
+def _peak(phases: Generation) -> PhaseMemory:
+    return max(phases, key=lambda p: p.bytes)
+
+
+def _seconds(phases: Generation) -> tuple[float, float]:
+    """Of a forward of the transformer, of the slowest if there are several, and of the generation."""
+    forward_s = max(p.seconds for p in phases if p.name.startswith("transformer"))
+    return forward_s, sum(p.loading_s + p.calls * p.seconds for p in phases)
+
+
+def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> str:
+    """The result in a sentence: of chunkflow, and of all weights on the GPU."""
+    mine, plain = generations["chunkflow"], generations["plain"]
+    (forward_s, total_s), (plain_s, plain_total_s) = _seconds(mine), _seconds(plain)
+    text = (
+        f"{total_s:.1f} s per generation, {forward_s:.2f} s per forward, {forward_s / plain_s:.3f} times all-resident; peak "
+        f"{size(_peak(mine).bytes)} of GPU memory; all on the GPU: {plain_total_s:.1f} s in {size(_peak(plain).bytes)}"
+    )
+    if 0 < limits.nbytes < _peak(plain).bytes:
+        text += f", which does not fit {limits}"
+    return text
+
+
+def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> str:
+    """A line for each way to run it, and for each phase of ours.  Below, what "fits" compares the peak with."""
+    head = ["", "peak GPU memory", "component at the peak", "host memory", "per forward", "per generation"]
     ways = []
     for way, phases in generations.items():
-        worst = max(phases, key=lambda p: p.bytes)
-        step_s = max(step * p.seconds for p in phases if p.name.startswith("transformer"))  # the slowest of the experts
-        total_s = sum(p.loading_s + p.calls * p.seconds for p in phases)
-        ways.append((way, size(worst.bytes), worst.name, f"{step_s:.2f} s", f"{total_s:.1f} s"))
+        worst, (forward_s, total_s) = _peak(phases), _seconds(phases)
+        host = size(sum(p.host for p in phases) or None)
+        ways.append(
+            [_LABELS.get(way, way), size(worst.bytes), worst.name, host, f"{forward_s:.2f} s", f"{total_s:.1f} s"]
+        )
+        if limits.nbytes:
+            ways[-1].append("yes" if worst.bytes <= limits.nbytes else "NO")
     mine = [
         (p.name, p.calls, size(p.weights), size(p.activations), size(p.bytes), seconds(p.seconds))
         for p in generations["chunkflow"]
     ]
-    head = ("", "most on the device", "in", "a step", "a generation")
-    ours = ("chunkflow", "calls", "weights on device", "activations", "both", "a call")
-    return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(mine, headers=ours, disable_numparse=True)}"
+    ours = ("chunkflow", "calls", "weights on the GPU", "activations", "together", "per call")
+    said = f"\n\nfits: compared with {limits}" if limits.nbytes else ""
+    return f"{fitted(ways, head + ['fits'] * bool(limits.nbytes))}{said}\n\n{fitted(mine, ours)}"
 
 
-def draw_generation(generations: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:
-    """Draw bytes on the device over the seconds of one generation, a line for each way, and the budget."""
+def draw_generation(
+    generations: Mapping[str, Generation], memory: int, hardware: Hardware, title: str, path: Path
+) -> None:
+    """Draw bytes on the device over the seconds of one generation, a line for each way, the budget, and the card's memory."""
     figure, axes = new_axes(8.0, 4.2)
     for (way, phases), colour in zip(generations.items(), _WAY_COLOURS, strict=True):
         at, times, heights = 0.0, list[float](), list[float]()
@@ -72,11 +122,19 @@ def draw_generation(generations: Mapping[str, Generation], memory: int, title: s
             times += [at, end]
             heights += [phase.bytes / 2**30] * 2
             at = end
-        axes.plot(times, heights, color=colour, label=way, linewidth=2.2 if way == "chunkflow" else 1.4)
-    budget = memory / 2**30
-    axes.axhline(budget, linestyle=":", color="black")
-    axes.annotate(f"budget {budget:.0f} GiB", (0, budget), va="bottom", fontsize=8)
-    axes.set(xlabel="seconds of one generation (planned)", ylabel="weights and activations on the device, GiB")
+        axes.plot(
+            times, heights, color=colour, label=_LABELS.get(way, way), linewidth=2.2 if way == "chunkflow" else 1.4
+        )
+    lines = [(f"budget {size(memory)}", memory, ":")]
+    if hardware.memory_bytes:
+        lines.append(
+            (f"memory of {hardware.name}, {hardware.memory_bytes / 2**30:.0f} GiB", hardware.memory_bytes, "--")
+        )
+    for text, nbytes, style in lines:
+        axes.axhline(nbytes / 2**30, linestyle=style, color="black", linewidth=1.0)
+        where = {"xycoords": ("axes fraction", "data"), "xytext": (0, 2), "textcoords": "offset points"}
+        axes.annotate(text, (0.995, nbytes / 2**30), ha="right", va="bottom", fontsize=8, **where)
+    axes.set(xlabel="seconds of one generation (planned)", ylabel="weights and activations on the GPU, GiB")
     axes.set(xlim=(0, None), ylim=(0, None))
     axes.set_title(title, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=2, frameon=False)

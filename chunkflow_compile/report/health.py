@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tabulate import tabulate
-
 from chunkflow_compile.hardware.caches import FIX
 from chunkflow_compile.hardware.machine import EXTRAS, Gpu, Machine, install_line
 from chunkflow_compile.hardware.read_time import ReadTime
@@ -15,6 +13,8 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.limits import VARIABLE, HostMemory
+
+from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
 # Less free memory is reported: a model that needs streaming is larger than this.
@@ -90,9 +90,8 @@ def engines(reason: str | None) -> Finding:
 
 def health_table(listed: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
-    rows = [(f.what, f.found, f.verdict) for f in listed]
-    table = tabulate(rows, headers=("what", "found", ""), disable_numparse=True)
-    fixes = [f"{f.what}: {f.fix}" for f in listed if f.fix]
+    table = fitted([(f.what, f.found, f.verdict) for f in listed], ("what", "found", ""))
+    fixes = [prose(f"{f.what}: {f.fix}".replace(": pip ", ":\n  pip ")) for f in listed if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
 
 

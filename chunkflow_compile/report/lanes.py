@@ -81,8 +81,8 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[StepLane, ...]:
-        """The lanes of this step: without pulls, or reads, if there are none."""
-        return tuple(lane for lane in STEP_LANES if lane not in ("pull", "read") or self.lane(lane))
+        """The lanes of this step: compute, copies, and of the others those that are not empty."""
+        return tuple(lane for lane in STEP_LANES if lane in ("compute", "copy") or self.lane(lane))
 
     def occupancy(self) -> list[tuple[float, int]]:
         """Bytes of the arena in use over one step, as (time, bytes from then on)."""

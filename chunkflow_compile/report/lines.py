@@ -29,7 +29,7 @@ from chunkflow_compile.passes.placement.schedule import (
 )
 from chunkflow_compile.passes.program.rewrite import program_items
 
-INPUTS = "inputs"
+PROOF, INPUTS = "proof", "inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,7 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """The lines of a stage: of its program if it has one, else of its regions, else of the traced graph."""
     if stage.program is not None and stage.cut is not None:
-        proved = "# proved: no weight is read before it is there, or overwritten before its last reader"
-        proof = [] if stage.proof is None else [Line(text=f"{proved} ({stage.proof})", part=INPUTS)]
-        return [*proof, *_program_lines(stage)]
+        return [*_proof_lines(stage), *_program_lines(stage)]
     if stage.cut is not None:
         ops = None
         if stage.plan is not None:
@@ -65,6 +63,14 @@ def stage_lines(stage: Stage) -> list[Line]:
             ops = transfers(stage.cut.problem, windows, stage.plan.barriers)
         return list(_regions(stage.cut, ops))
     return list(_graph_lines(stage))
+
+
+def _proof_lines(stage: Stage) -> list[Line]:
+    """What was proved of the program, and over how much; none before it is verified."""
+    if stage.proof is None:
+        return []
+    proved = "# proved: no weight is read before it has arrived, or overwritten before its last reader"
+    return [Line(text=text, part=PROOF) for text in (proved, f"# ({stage.proof})")]
 
 
 def op_counts(lines: Sequence[Line]) -> Counter[str]:

@@ -11,7 +11,7 @@ from chunkflow_compile.passes.placement.schedule import Compute
 from chunkflow_compile.units import size
 
 from .annotate import HEADER, FlopNotes
-from .lines import INPUTS, Line
+from .lines import INPUTS, PROOF, Line
 from .record import fine
 
 # Columns of program text: enough for a region's call with its first inputs.  A line with notes has 160.
@@ -28,8 +28,11 @@ class _Part:
 
 
 def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
-    """The listing as text.  Unless ``full``, long lines are cut, and consecutive equal parts are shown once."""
-    text = [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
+    """The listing as text, what was proved first.  Unless ``full``, long lines are cut, and consecutive equal parts are shown
+    once."""
+    text = [line.text for line in lines if line.part == PROOF]
+    lines = lines[len(text) :]
+    text += [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
     if full:
         text += [_line_text(line, annotator, False) for line in lines]
         return "\n".join(text) + "\n"

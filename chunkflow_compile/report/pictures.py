@@ -55,20 +55,19 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
 
 
-def draw_curve(
-    points: Sequence[Point], others: Sequence[Point], form: str, forwards: int, title: str, path: Path
-) -> None:
-    """Draw memory against step time, with the resident step as a line.  ``others``: in another ``form``, if any."""
+def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, title: str, path: Path) -> None:
+    """Draw memory against the time of a forward, with the all-resident time as a line.  ``others``: in another ``form``, if
+    any."""
     figure, axes = new_axes()
-    most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s * forwards
+    most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s
     for curve, label in ((points, "raw" if form == "packed" else "as they are"), (others, form)):
-        steps = [p.step_s * forwards for p in curve]
+        steps = [p.step_s for p in curve]
         axes.step([p.memory / 2**30 for p in curve], steps, where="post", label=label)
     if others:
         axes.legend(fontsize=8, frameon=False)
     axes.axhline(resident_s, linestyle=":", color="gray")
     axes.annotate("all weights resident", (most, resident_s), ha="right", va="bottom")
-    axes.set(xlabel="weights on the device, GiB", ylabel="predicted step, s", ylim=(0, None))
+    axes.set(xlabel="weights on the GPU, GiB", ylabel="predicted seconds per forward", ylim=(0, None))
     axes.set_title(title, fontsize=10)
     save_figure(figure, path)
 

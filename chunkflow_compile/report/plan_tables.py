@@ -5,44 +5,61 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import groupby
 
-from tabulate import tabulate
-
 from chunkflow_compile.passes.plan import Plan, WeightPlan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import size
 
-from .record import seconds
+from .record import fitted, prose, seconds
 
 
-def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
-    """The predicted cost of a plan, per denoising step of ``forwards`` calls."""
+def answer(plan: Plan, problem: Problem, forwards: int) -> str:
+    """The result of planning in a sentence: the time of a forward, compared with all weights resident, and GPU memory."""
     predicted = plan.predicted
     assert predicted is not None
     ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
-    inflation = seconds(predicted.inflation_s * forwards)
+    held = f"{part_of(plan.device_bytes, problem.total_bytes)} of weights on the GPU"
+    step = f"; {forwards} forwards per step, {seconds(predicted.step_s * forwards)}" if forwards > 1 else ""
+    return prose(f"{seconds(predicted.step_s)} per forward, {ratio:.3f} times all-resident; {held}{step}")
+
+
+def part_of(part: int, whole: int) -> str:
+    """Two sizes, the unit once if they share it: ``"9.28 of 22.17 GiB"``."""
+    small, large = size(part), size(whole)
+    value, _, unit = small.partition(" ")
+    return f"{value if large.endswith(f' {unit}') else small} of {large}"
+
+
+def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
+    """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step."""
+    predicted = plan.predicted
+    assert predicted is not None
     rows = [
-        ("step", f"{seconds(predicted.step_s * forwards)}, {ratio:.3f} times that with all weights resident"),
-        ("compute", seconds(predicted.compute_s * forwards)),
-        ("collectives", f"{seconds(predicted.collective_s * forwards)}, {inflation} added by copies"),
-        ("waiting for weights", seconds(predicted.exposed_s * forwards)),
-        ("copies, beside the rest", seconds(predicted.copy_s * forwards)),
-        ("weights on the device", f"{size(plan.device_bytes)} of {size(problem.total_bytes)}"),
+        ("forward", seconds(predicted.step_s)),
+        ("all-resident forward", seconds(predicted.resident_step_s)),
+        ("compute", seconds(predicted.compute_s)),
+        ("waiting for weights", seconds(predicted.exposed_s)),
+        ("copies in total", seconds(predicted.copy_s)),
+        ("weights on the GPU", part_of(plan.device_bytes, problem.total_bytes)),
         ("of which arena", size(plan.arena_bytes)),
-        ("moved a step", size(plan.moved_bytes * forwards)),
-        ("regions, collectives", f"{len(problem.regions)}, {len(problem.collectives)}"),
+        ("copied per forward", size(plan.moved_bytes)),
     ]
+    if forwards > 1:
+        rows.insert(1, ("forwards per step", f"{forwards}, {seconds(predicted.step_s * forwards)} per step"))
+    if problem.collectives:
+        added = seconds(predicted.inflation_s)
+        count = f"{len(problem.collectives)} of them"
+        rows.insert(-5, ("collectives", f"{seconds(predicted.collective_s)} in {count}, {added} added by copies"))
     if packed := packing_sentence(problem):
-        rows.insert(-1, ("packed", packed))
+        rows.append(("packed", packed))
     if peers := peers_sentence(problem):
-        pulled = size(plan.pulled_bytes * forwards)
-        rows.insert(-1, ("on the ranks' devices", peers))
-        rows.insert(-1, ("pulled from other ranks", f"{pulled} a step"))
+        rows.append(("in pieces on all GPUs", peers))
+        rows.append(("pulled from other ranks", f"{size(plan.pulled_bytes)} per forward"))
     drive = {w.name: w.nbytes for w in problem.weights if w.drive}
     if drive:
         read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
-        total = size(sum(drive.values()))
-        rows.insert(-1, ("read from the drive", f"{size(read * forwards)}, of {total} that are there"))
-    return tabulate(rows, tablefmt="plain")
+        rows.append(("read from the SSD", f"{size(read)} per forward, of {size(sum(drive.values()))} stored there"))
+    rows.append(("regions", str(len(problem.regions))))
+    return fitted(rows, tablefmt="plain")
 
 
 def packing_sentence(problem: Problem) -> str:
@@ -58,13 +75,13 @@ def packing_sentence(problem: Problem) -> str:
 
 
 def peers_sentence(problem: Problem) -> str:
-    """How many weights lie in pieces on the devices of the ranks, and their bytes; empty if none does."""
+    """How many weights are in pieces on the GPUs of the ranks, and their bytes; empty if none is."""
     pieces = [w for w in problem.weights if w.peers]
     if not pieces:
         return ""
     total = sum(w.nbytes for w in pieces)
     return (
-        f"{len(pieces)} of {len(problem.weights)} weights, {size(total)} in pieces on {pieces[0].peers} devices, "
+        f"{len(pieces)} of {len(problem.weights)} weights, {size(total)} in pieces on {pieces[0].peers} GPUs, "
         f"{size(problem.piece_bytes)} on each"
     )
 
@@ -82,7 +99,7 @@ def blocks_table(plan: Plan, problem: Problem) -> str:
         names = [name for name, _ in group]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
         lines.append((label, *row))
-    return tabulate(lines, headers=("block", "weights", "streamed", "resident", "least slack"))
+    return fitted(lines, ("block", "weights", "streamed", "resident", "least slack"))
 
 
 def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
@@ -96,4 +113,4 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
 def weights_table(weights: Iterable[WeightPlan], packed: Collection[str] = ()) -> str:
     """One row per weight: its home and the reason.  ``packed``: the names of those that are."""
     rows = [(w.name, size(w.nbytes), f"{w.home}{', packed' * (w.name in packed)}", w.why) for w in weights]
-    return tabulate(rows, headers=("weight", "size", "home", "why"))
+    return fitted(rows, ("weight", "size", "home", "why"))

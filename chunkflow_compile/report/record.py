@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +17,16 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-if TYPE_CHECKING:  # chunkflow doctor, which writes sizes, imports no torch
+if TYPE_CHECKING:  # chunkflow doctor imports no torch
     from chunkflow_compile.passes.placement.timeline import Timeline
     from chunkflow_compile.passes.plan import Plan, Prediction
 
 SCHEMA = 1
-PROSE_WIDTH = 100  # characters in a line of prose
+PROSE_WIDTH = 100  # characters in a line of prose, or of a table
+# A cell of a table that is no longer than this is not wrapped.
+_SHORT = 24
+_GAP = 2  # characters between two columns
+_PADDING = 2  # that tabulate adds to a header
 # Share of a step from which a prediction is wrong; less is within the variation of steps.
 _FAR = 0.10
 # Characters of the longest bar, and what fills its last one by eighths.
@@ -64,6 +71,10 @@ class ComparisonRecord:
     degree: int
     cfg_parallel: int = 1
     arms: Mapping[str, ArmRecord]
+
+    @property
+    def ranks(self) -> int:
+        return self.degree * self.cfg_parallel
 
     @property
     def body(self) -> dict[str, object]:
@@ -120,23 +131,115 @@ def check_folder(path: str | Path) -> Path:
     return Path(path)
 
 
-def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]]) -> str:
-    """The record as a table, one row per arm; ``extra``: column -> arm -> cell."""
+def prose(text: str) -> str:
+    """``text`` in lines of at most PROSE_WIDTH characters; a longer word, such as a path, has a line of its own."""
+    fill = partial(textwrap.fill, width=PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(line) for line in text.split("\n"))
+
+
+def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablefmt: str = "simple") -> str:
+    """A table at most PROSE_WIDTH characters wide: long cells are wrapped.
+
+    Columns that still do not fit follow in a second table, which repeats the first column.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = [
+        _Column(headers[i] if headers else "", [row[i] for row in cells])
+        for i in range(len(cells[0] if cells else headers))
+    ]
+    tables = []
+    for group in _groups(columns):
+        widths = _widths([columns[i] for i in group])
+        wrapped = [[_wrapped(row[i], width) for i, width in zip(group, widths, strict=True)] for row in cells]
+        shown = (
+            [_wrapped(columns[i].header, width - _PADDING) for i, width in zip(group, widths, strict=True)]
+            if headers
+            else ()
+        )
+        align = ["right" if columns[i].numbers else "left" for i in group] if cells else None
+        tables.append(tabulate(wrapped, shown, tablefmt, colalign=align, disable_numparse=True))
+    return "\n\n".join(tables)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of a table.  ``least``: characters that it needs; ``most``: those with which no cell is wrapped; ``full``:
+    those with which the header is not wrapped, either."""
+
+    header: str
+    cells: Sequence[str]
+
+    @property
+    def numbers(self) -> bool:
+        """Whether its cells are whole numbers, or empty."""
+        return all(re.fullmatch(r"[+-]?\d*", cell) for cell in self.cells)
+
+    @property
+    def most(self) -> int:
+        return max(map(len, self.cells), default=0)
+
+    @property
+    def least(self) -> int:
+        words = max((len(word) for cell in self.cells for word in cell.split()), default=0)
+        header = max(map(len, self.header.split()), default=0) + _PADDING
+        return max(min(self.most, max(words, _SHORT)), header)
+
+    @property
+    def full(self) -> int:
+        return max(self.least, self.most, len(self.header) + _PADDING)
+
+
+def _groups(columns: Sequence[_Column]) -> Iterator[list[int]]:
+    """The numbers of the columns of each table; all but the first table repeat the first column."""
+    group: list[int] = []
+    for number in range(len(columns)):
+        wanted = [*group, number]
+        if len(group) > 1 and sum(columns[i].least + _GAP for i in wanted) - _GAP > PROSE_WIDTH:
+            yield group
+            wanted = [0, number]
+        group = wanted
+    yield group
+
+
+def _widths(columns: Sequence[_Column]) -> list[int]:
+    """The characters of each column: what each needs, and what is left goes to those that need little more."""
+    widths = [c.least for c in columns]
+    left = PROSE_WIDTH - sum(widths) - _GAP * (len(columns) - 1)
+    for wanted in ([max(c.least, c.most) for c in columns], [c.full for c in columns]):
+        for i in sorted(range(len(columns)), key=lambda i: wanted[i] - widths[i]):
+            more = max(0, min(wanted[i] - widths[i], left))
+            widths[i] += more
+            left -= more
+    return widths
+
+
+def _wrapped(cell: str, width: int) -> str:
+    lines = (textwrap.wrap(line, width, break_on_hyphens=False) for line in cell.split("\n"))
+    return "\n".join(part for line in lines for part in line or [""])
+
+
+def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], per: str = "step") -> str:
+    """The record as a table, one row per arm; ``extra``: column -> arm -> cell.  ``per``: what its times and bytes are of.
+
+    Columns of collectives are left out where one rank has none.
+    """
     rows = []
+    alone = record.ranks == 1 and not any(arm.collective_s for arm in record.arms.values())
     for name, arm in record.arms.items():
         row: dict[str, object] = {
             "arm": name,
-            "step": seconds(arm.step_s),
+            per: seconds(arm.step_s),
             "waited for weights": seconds(arm.exposed_h2d_s),
             "collectives": seconds(arm.collective_s),
             "weights on device": _share(arm.weights_device_bytes, arm.weights_total_bytes),
-            "moved a step": size(arm.moved_bytes_per_step),
+            f"copied per {per}": size(arm.moved_bytes_per_step),
         }
         row.update({column: cells.get(name, "") for column, cells in extra.items()})
         if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
-        rows.append(row)
-    return tabulate(rows, headers="keys", disable_numparse=True)
+        rows.append([cell for column, cell in row.items() if not (alone and column.startswith("collectives"))])
+    headers = [column for column in row if not (alone and column.startswith("collectives"))]
+    return fitted(rows, headers)
 
 
 def bars(record: ComparisonRecord) -> str:

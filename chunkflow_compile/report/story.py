@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tabulate import tabulate
-
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
@@ -17,7 +15,7 @@ from chunkflow_compile.units import size
 
 from .lanes import Bar, lanes_of
 from .plan_tables import weights_table
-from .record import fine, region_title, seconds
+from .record import fine, fitted, region_title, seconds
 
 # Most candidates listed for an ambiguous name: they fit on a screen.
 _CANDIDATES = 12
@@ -56,14 +54,14 @@ class Story:
         parts = [
             self.title,
             weights_table([self.planned], [self.planned.name] * self.packed),
-            tabulate(self.facts, tablefmt="plain"),
+            fitted(self.facts, tablefmt="plain"),
         ]
         if self.copies:
             columns = ("chunks", "bytes", "window", "copied from", "to")
-            parts.append(tabulate(self.copies, headers=columns, disable_numparse=True))
+            parts.append(fitted(self.copies, columns))
         if self.changes:
-            headers = ("with", "streamed", "slack", "a call", "weights on the device")
-            table = tabulate([change.row() for change in self.changes], headers=headers, disable_numparse=True)
+            headers = ("with", "streamed", "slack", "forward", "weights on the GPU")
+            table = fitted([change.row() for change in self.changes], headers)
             parts.append(f"what would change it:\n\n{table}")
         return "\n\n".join(parts)
 
@@ -81,7 +79,7 @@ def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
         facts.append(("slot", f"{size(planned.offset)} to {size(planned.offset + planned.nbytes)} of the arena"))
     if reads:
         begin, end = fine(min(b.start for b in reads)), fine(max(b.end for b in reads))
-        facts.append(("drive", f"reads it from {begin} to {end} of a call"))
+        facts.append(("SSD", f"reads it from {begin} to {end} of a call"))
     return Story(
         title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.packed or weight.nbytes)}",
         planned=planned,
@@ -148,14 +146,14 @@ def _alternatives(settings: Settings, ranks: int, drive: bool) -> Iterator[tuple
         for slowdown in (s for s in (1.0, 1.1) if s != now):
             yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
     machine = settings.hardware
-    for factor, said in ((2.0, "a link twice as fast"), (0.5, "a link half as fast")):
+    for factor, said in ((2.0, "PCIe twice as fast"), (0.5, "PCIe half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
     if machine.shared_by(ranks) is not machine:
         faster = replace(machine, host_bandwidth=2 * machine.host_bandwidth)
         yield "host memory twice as fast", replace(settings, hardware=faster)
     if drive:
         faster = replace(machine, drive_bandwidth=2 * machine.drive_bandwidth)
-        yield "a drive twice as fast", replace(settings, hardware=faster)
+        yield "an SSD twice as fast", replace(settings, hardware=faster)
     if settings.chunk_bytes >= 4 * 256:
         quarter = settings.chunk_bytes // 4 // 256 * 256
         yield f"chunks of {size(quarter)}", replace(settings, chunk_bytes=quarter)

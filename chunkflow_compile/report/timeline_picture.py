@@ -19,7 +19,7 @@ _NAMES: dict[StepLane, str] = {
     "collective": "collectives",
     "copy": "copies",
     "pull": "pulls",
-    "read": "drive",
+    "read": "SSD",
 }
 _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
@@ -118,12 +118,10 @@ def _overview(axes: Any, zoom: _Zoom) -> None:
     axes.set(xlim=(0, lanes.step_s * 1e3), ylim=(0, len(rows)))
     axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     waited = sum(s.end - s.start for s in lanes.stalls)
-    axes.set_title(
-        f"one call of the model, {lanes.step_s * 1e3:.1f} ms; compute waits {waited * 1e3:.1f} ms for weights (red), copies "
-        f"slow collectives by {lanes.inflation_s * 1e3:.1f} ms; grey: shown below",
-        fontsize=9,
-        loc="left",
-    )
+    said = f"one forward, {lanes.step_s * 1e3:.1f} ms; compute waits {waited * 1e3:.1f} ms for weights (red)"
+    if "collective" in rows:
+        said += f", copies slow collectives by {lanes.inflation_s * 1e3:.1f} ms"
+    axes.set_title(f"{said}; grey: shown below", fontsize=9, loc="left")
 
 
 def _detail(axes: Any, zoom: _Zoom) -> None:
@@ -178,7 +176,7 @@ def _arena(axes: Any, zoom: _Zoom) -> None:
         _box(axes, zoom, *where, height * inches, (zoom.label(slot.label, slot.block),), style, least=least)
     axes.set(xlim=(zoom.begin * 1e3, zoom.end * 1e3), ylim=(0, max(lanes.arena_bytes, 1) / mib))
     axes.set_ylabel("arena, MiB", fontsize=9)
-    axes.set_xlabel("ms from the start of a call", fontsize=9)
+    axes.set_xlabel("ms from the start of a forward", fontsize=9)
     axes.tick_params(labelsize=8)
 
 

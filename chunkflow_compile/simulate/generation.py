@@ -59,10 +59,13 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
     rate = hardware.shared_by(1).copy_rate
     plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
     moved_s = {c.name: there_and_back_s(c.weights, hardware) for c in components}
-    singly = [replace(p, weights=c.weights, loading_s=moved_s[p.name]) for p, c in zip(plain, components, strict=True)]
+    singly = [
+        replace(p, weights=c.weights, host=c.weights, loading_s=moved_s[p.name])
+        for p, c in zip(plain, components, strict=True)
+    ]
 
     def blocks(c: Component) -> PhaseMemory:
-        phase = _phase(c, hardware, policy="resident")
+        phase = replace(_phase(c, hardware, policy="resident"), host=c.weights)
         if c.cut is None:  # no list of blocks of its own: it goes there and back as a whole
             return replace(phase, loading_s=moved_s[c.name])
         step = play_group_offload(c.cut.problem, hardware)
@@ -78,8 +81,10 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
             phase = _phase(replace(c, cut=cut), hardware, memory=max(0, room))
         except ChunkflowError as error:
             raise _too_little(c, others, hardware, memory) from error
+        host = c.weights if cut is None else cut.problem.total_bytes
         # a phase begins cold
-        return replace(phase, weights=phase.weights + others, loading_s=min(phase.weights, c.weights) / rate)
+        loading_s = min(phase.weights, c.weights) / rate
+        return replace(phase, weights=phase.weights + others, host=host, loading_s=loading_s)
 
     return {
         "plain": plain,

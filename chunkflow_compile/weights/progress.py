@@ -1,6 +1,7 @@
-"""Progress on stderr: of moving a model's weights, of planning and of compiling.
+"""Progress on stderr: of moving a model's weights, of planning and of compiling, and of the phases of a command.
 
-Shown on a terminal only, and not with ``CHUNKFLOW_PROGRESS=0`` in the environment.  What a log should keep is logged at INFO.
+Not shown with ``CHUNKFLOW_PROGRESS=0`` in the environment.  Bars are shown on a terminal only; what a log should keep is
+logged at INFO.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from tqdm import tqdm
 DELAY_S = 1.0
 # Seconds between two updates of the time in a line.
 TICK_S = 1.0
+# Without a terminal: seconds until a phase is announced, and between two lines that say that it goes on.
+QUIET_S, EVERY_S = 2.0, 10.0
+
+
+def off() -> bool:
+    """Whether the user wants no progress."""
+    return os.environ.get("CHUNKFLOW_PROGRESS") == "0"
 
 
 def _on_stderr() -> dict[str, Any]:
     """Arguments for tqdm: whether a bar is disabled, where None does so if stderr is no terminal; and the size of a terminal
     that tells none, as in a container or a script, on which tqdm would draw nothing."""
-    given: dict[str, Any] = {"disable": True if os.environ.get("CHUNKFLOW_PROGRESS") == "0" else None}
+    given: dict[str, Any] = {"disable": True if off() else None}
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be any object with a method write
         if 0 in os.get_terminal_size(sys.stderr.fileno()):
             given |= {"ncols": 100, "nrows": 24}
@@ -69,3 +77,64 @@ def _tick(bar: tqdm[Any]) -> None:
         with bar.get_lock():  # or a bar that is being closed would be drawn again
             if not bar.disable:
                 bar.refresh(nolock=True)
+
+
+class Lines:
+    """Progress as plain lines: of a phase that takes QUIET_S or longer, one line, and another each EVERY_S.
+
+    ``now``: a clock, seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = self._told = now()
+        self._phase = self._announced = ""
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self._phase = phase
+        self.tick()
+
+    def tick(self) -> None:
+        """Time has passed: print a line if one is due."""
+        now = self._now()
+        if now - self._told >= (EVERY_S if self._phase == self._announced else QUIET_S):
+            self._told, self._announced = now, self._phase
+            print(f"{now - self._began:4.0f} s  {self._phase}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Progress over the phases of a command: a bar on a terminal, and :class:`Lines` elsewhere."""
+
+    def __init__(self, phases: int) -> None:
+        shape = "{desc} |{bar:20}| {n_fmt}/{total_fmt} {elapsed}"
+        self._bar = tqdm(total=phases, leave=False, bar_format=shape, **_on_stderr())
+        self._lines = Lines() if self._bar.disable and not off() else None
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Show ``what`` during the phase.  The clock keeps running, although the phase reports no progress."""
+        self._bar.set_description_str(what)
+        if self._lines is not None:
+            self._lines.begin(what)
+        over = threading.Event()
+        ticker = threading.Thread(target=self._tick, args=(over,), daemon=True)
+        ticker.start()
+        try:
+            yield
+        except BaseException:
+            self._bar.close()
+            raise
+        finally:
+            over.set()
+            ticker.join()
+        self._bar.update()
+        if self._bar.n >= (self._bar.total or 0):
+            self._bar.close()
+
+    def _tick(self, over: threading.Event) -> None:
+        while not over.wait(1.0):
+            if self._lines is not None:
+                self._lines.tick()
+            elif not self._bar.disable:
+                self._bar.refresh()

@@ -58,8 +58,9 @@ class TestDebuggingCli(TestCase):
         self.assertExpectedInline(
             shown,
             """\
+# proved: no weight is read before it has arrived, or overwritten before its last reader
+# (2 steps, 76 ops, 97 edges; rules 7)
 #                                                                                               #         cost    window          slot       bytes  slack or work
-# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 76 ops, 97 edges; rules 7)
 arg0_1: float32[4, 32]
 blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
 blocks_0_out_weight: float32[32, 32]                                                            #                               at 0 B     4.0 KiB  host, 1 chunks
@@ -102,7 +103,7 @@ return (add,)
         self.assertExpectedInline(
             said,
             """\
-two_blocks.py:stack; Ulysses degree 1 on machine, 1 forward a step
+two_blocks.py:stack; on machine, 1 forward per step
 
 stage      file               lines    added    removed
 ---------  ---------------  -------  -------  ---------
@@ -110,7 +111,7 @@ traced     00_traced.py          26
 regions    01_regions.py         30       +4         -0
 planned    02_planned.py         56      +26         -0
 rewritten  03_rewritten.py       44      +16        -28
-verified   04_verified.py        45       +1         -0
+verified   04_verified.py        46       +2         -0
 
 read first: /stages/report.txt
 """,
@@ -146,7 +147,7 @@ read first: /stages/report.txt
         drive = ("--host-memory", "1B", "--drive", "20MB/s")
         said = cli("why", *self.target(), "blocks.1.out", *drive)
         assert "reads it from" in said and "copied from" in said
-        assert "a drive twice as fast" in said
+        assert "an SSD twice as fast" in said
         with tempfile.TemporaryDirectory() as folder:
             cli("timeline", *self.target(), *drive, "--out", f"{folder}/step.json")
             assert '"cat": "read"' in Path(folder, "step.json").read_text()
@@ -155,30 +156,31 @@ read first: /stages/report.txt
         self.assertExpectedInline(
             cli("why", *self.target(), "blocks.1.out"),
             """\
-two_blocks.py:ulysses; Ulysses degree 2 on machine, 1 forward a step
+two_blocks.py:ulysses; Ulysses degree 2 on machine, 1 forward per step
 
 blocks.1.out.weight: float32[32, 32], 4.0 KiB
 
 weight               size     home    why
--------------------  -------  ------  ------------------------------------------------------------------------------------------
-blocks.1.out.weight  4.0 KiB  host    hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
+-------------------  -------  ------  ---------------------------------------------------------------
+blocks.1.out.weight  4.0 KiB  host    hidden: copied from window 8, 1 window ahead of region 9, there
+                                      0.894 ms before it is read
 
 read by  region_9 (blocks.1: out)
          from 9.802 ms to 10.802 ms of a call
 slot     0 B to 4.0 KiB of the arena
 
-chunks    bytes    window    copied from    to
+  chunks  bytes      window  copied from    to
 --------  -------  --------  -------------  --------
-0         4.0 KiB  8         8.702 ms       8.908 ms
+       0  4.0 KiB         8  8.702 ms       8.908 ms
 
 what would change it:
 
-with                  streamed    slack     a call    weights on the device
---------------------  ----------  --------  --------  -----------------------
-slowdown 1.1          100 %       0.894 ms  11.2 ms   12.0 KiB
-a link twice as fast  100 %       0.997 ms  10.8 ms   16.0 KiB
-a link half as fast   100 %       1.790 ms  10.8 ms   16.0 KiB
-chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
+with                streamed    slack     forward    weights on the GPU
+------------------  ----------  --------  ---------  --------------------
+slowdown 1.1        100 %       0.894 ms  11.2 ms    12.0 KiB
+PCIe twice as fast  100 %       0.997 ms  10.8 ms    16.0 KiB
+PCIe half as fast   100 %       1.790 ms  10.8 ms    16.0 KiB
+chunks of 1.0 KiB   100 %       0.891 ms  10.8 ms    16.0 KiB
 """,
         )
 
@@ -193,7 +195,7 @@ device memory:  16.0 KiB of 32.0 KiB of weights
 host memory:    32.0 KiB copied to the device per step
 to go faster:   more memory than 16.0 KiB (all weights: 32.0 KiB), pack=True, or quantised weights
 
-policy chunkflow, planned for machine; medians of 7 calls; plan ce8c4b8e71195e8f
+policy chunkflow, planned for machine; medians of 7 calls; plan 4611ed03a7e7bd78
 
                          predicted    measured    ratio
 -----------------------  -----------  ----------  -------

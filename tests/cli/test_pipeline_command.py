@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,12 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     code, out, _ = run(capsys, "--json", str(file), "--picture", str(picture), "--timeline", str(timeline))
     found: dict[str, Any] = json.loads(file.read_text())
     assert code == 0 and "small, 5 frames of 64x64, 5 steps" in out and picture.stat().st_size > 5000
+    assert max(map(len, out.splitlines()[:-1])) <= 100, "the last lines are paths"
+    assert re.match(
+        r"[\d.]+ s per generation, [\d.]+ s per forward, [\d.]+ times all-resident; peak .* of GPU memory;", out
+    )
+    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.endswith(("yes", "NO"))}
+    assert rows["chunkflow"] == rows["torch.compile"] == "yes" and "the memory of rtx-4090-pcie, 24.00 GiB" in out
     ways, memory = found["ways"], found["memory"]
     phases = {way: {p["name"]: p for p in g["phases"]} for way, g in ways.items()}
     assert list(phases["chunkflow"]) == ["text_encoder", "transformer", "transformer_2", "vae"]
@@ -114,6 +121,12 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     # weights below min_bytes stay on the device: here all of them
     assert most[MODEL_OFFLOAD] < most["chunkflow"] <= most["plain"]
     check_timeline(json.loads(timeline.read_text())["traceEvents"], [*phases["chunkflow"].values()])
+    host = {way: sum(p["host"] for p in g["phases"]) for way, g in ways.items()}
+    assert host["plain"] == 0 < host[MODEL_OFFLOAD] == total == host[GROUP_OFFLOAD] >= host["chunkflow"] > 0.9 * total
+    _, out, _ = run(capsys, "--memory", str(most["plain"] - 1))
+    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.endswith(("yes", "NO"))}
+    assert rows["torch.compile"] == "NO" and rows["chunkflow"] == rows["model"] == "yes"
+    assert ", which does not fit the budget, " in " ".join(out.split())
     code, out, _ = run(capsys, "--memory", "1GiB", "--json", "-")
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}

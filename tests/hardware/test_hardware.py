@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from clocks import OwnClock
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkflow_compile.cli import calibrate as calibrate_command
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware import calibrate, contention, stopwatch
 from chunkflow_compile.hardware.drive_rate import drive_rate
@@ -29,14 +30,16 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import RegionCost
 
 # Of a profile, which no card has: what it is called, and what the ranks are on.
-NO_FIGURES = {"name", "cards", "sources", "link_emulation", "node_ranks", "node_bandwidth", "node_latency_s"}
+NO_FIGURES = {"name", "cards", "memory_bytes", "sources", "link_emulation"} | {
+    f"node_{what}" for what in ("ranks", "bandwidth", "latency_s")
+}
 
 
 def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
     assert {"cpu", "a100-80gb-pcie", "h100-nvlink", "h100-pcie-x2", "h200", "rtx-4090-pcie"} <= set(profile_names())
     for name in profile_names():
         profile = load_profile(name)
-        assert profile.name == name
+        assert profile.name == name and (profile.memory_bytes > 0) == (name != "cpu")
         assert set(profile.sources) == {f.name for f in fields(Hardware)} - NO_FIGURES, name
         assert profile.attention in profile.attention_flops
         assert profile.shared_link == (profile.copy_slowdown > 1)
@@ -75,6 +78,7 @@ class Card(NamedTuple):
     memory_clock_rate: int
     memory_bus_width: int
     L2_cache_size: int
+    total_memory: int = 24 << 30
 
 
 L4, TO_COME = (
@@ -100,6 +104,7 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
     assert found.memory_bandwidth == (2e3 * card.memory_clock_rate * card.memory_bus_width / 8 or near.memory_bandwidth)
     assert card.name in found.name and like in found.sources["gemm_flops"] and found.shared_link
+    assert found.memory_bytes == card.total_memory
     assert found.host_bandwidth == 0 and "not known" in found.sources["host_bandwidth"]
     assert "fair share" in found.sources["copy_slowdown"] and "fair share" in found.sources["collective_slowdown"]
     told = {"memory_bandwidth": card.memory_clock_rate, "cache_bytes": card.L2_cache_size}
@@ -213,7 +218,7 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         ("rtx4090", "rtx-4090-pcie, rtx-4090-d-pcie, rtx-4090-laptop"),
         ("A100", "a100-80gb-pcie, a100-40gb-pcie, a100-80gb-nvlink"),
     ):
-        fix = "Use one of them, a JSON file, or 'measured'; chunkflow plan --help lists all"
+        fix = "Use one of them, a JSON file, or 'measured'; chunkflow hardware lists all"
         with pytest.raises(ChunkflowError, match=f"profile '{name}'; the nearest are {nearest}. {fix}"):
             load_profile(name)
 
@@ -278,9 +283,16 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     on_own_time(monkeypatch)
     with pytest.raises(ChunkflowError, match="run chunkflow calibrate"):
         load_profile("measured")
+    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
+    times = iter(([1.0, 1.02], [1.0, 1.2]))  # before and after
+    monkeypatch.setattr(calibrate_command, "repeated_seconds", lambda _: next(times))
     assert main(["calibrate", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
-    assert "copy to the device" in shown.out and "100%" in shown.err
+    assert "copy to the device" in shown.out and max(map(len, shown.out.splitlines()[:-1])) <= 100
+    assert shown.err.startswith(
+        "note: the machine was busy with other work, so the profile cannot be trusted: equal GEMMs"
+    )
+    assert "took from 1000 to 1200 ms" in " ".join(shown.err.split())
     profile = load_profile("measured")
     assert measured_path().is_relative_to(tmp_path)
     rate = pytest.approx(1e9, rel=1e-3)
@@ -294,6 +306,13 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert "measured on" in profile.sources["collective_bandwidth"]
     assert main(["calibrate", "--out", "/nowhere/hw.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_equal_work_takes_equally_long_on_a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_own_time(monkeypatch)
+    seconds = calibrate.repeated_seconds(torch.device("cpu"))
+    assert len(seconds) > 2 and stopwatch.why_uneven("equal GEMMs", seconds) == ""
+    assert stopwatch.why_uneven("they", [1.0, 1.05]) == "" != stopwatch.why_uneven("they", [1.0, 1.2])
 
 
 def test_the_largest_file_of_a_folder_is_read(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ GPU 0: its link runs 8 of 16 lanes: check the slot, the riser and the BIOS
 
 GPU 1: its link runs at generation 1 of 4, as links do when idle: check again while something copies
 
-host memory: the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16
+host memory: the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in
+bfloat16
 
 pinnable memory: copies from unpinned memory are slow: raise the limit with ulimit -l unlimited
 
@@ -116,9 +117,11 @@ C++ compiler: Inductor needs one for the CPU: install g++ or set CXX; lowering='
 
 triton: Inductor needs it for GPUs: install a CUDA build of torch, which includes it
 
-diffusers: the presets, the demo and diffusers pipelines need it: pip install 'diffusers>=0.38' transformers accelerate
+diffusers: the presets, the demo and diffusers pipelines need it:
+  pip install 'diffusers>=0.38' transformers accelerate
 
-compile cache: another one is used, if there is any: set TORCHINDUCTOR_CACHE_DIR to a folder that can be written
+compile cache: another one is used, if there is any: set TORCHINDUCTOR_CACHE_DIR to a folder that
+can be written
 
 hardware profile: This user has no home folder: set HOME or XDG_CACHE_HOME.""",
         )
