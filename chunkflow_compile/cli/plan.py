@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(arguments, f"goal: {goal}\n\n{summary_table(plan, target.problem, target.forwards)}")
     say(arguments, f"\n{blocks_table(plan, target.problem)}")
     if arguments.weights:
-        say(arguments, f"\n{weights_table(plan.weights, target.cut.packed)}")
+        say(arguments, f"\n{weights_table(plan.weights, {w.name for w in target.problem.weights if w.packed})}")
     write_json(arguments, plan.to_json())
     if arguments.json:
         say(arguments, f"\nplan {plan.digest}: {arguments.json}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
-from .caches import warn_once
+from .caches import user_cache, warn_once
 from .scaled import Properties, alike, scaled
 
 if TYPE_CHECKING:
@@ -36,11 +36,7 @@ def measured_path() -> Path:
 
     Raises ChunkflowError if this user has no home folder.
     """
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:
-        raise ChunkflowError("This user has no home folder: set HOME or XDG_CACHE_HOME.") from error
-    return Path(base) / "chunkflow" / "hardware.json"
+    return user_cache() / "hardware.json"
 
 
 def measured_profile() -> tuple[Path | None, str]:
