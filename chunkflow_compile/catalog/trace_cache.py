@@ -1,6 +1,6 @@
 """What the planning commands have traced, in this user's cache folder, so that each model is traced once.
 
-An entry is a file of three lines of JSON: the key, which is all that the value depends on; a digest of the third line; and the
+An entry is a file of three lines of JSON: the key, which is all that the value depends on; a digest of the value; and the
 value.  A file that is anything else, or whose key is another, is ignored and written again.  A folder that cannot be written
 means that nothing is kept.  Imports no torch until an entry is made.
 """

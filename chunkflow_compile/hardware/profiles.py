@@ -1,4 +1,4 @@
-"""Profiles by name or file.  The built-in ones are in this folder, one JSON file each."""
+"""Profiles by name or file.  The built-in ones are JSON files in this folder, and siblings of these (siblings.py)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from chunkflow_compile.passes.hardware import Hardware
 
 from .caches import user_cache, warn_once
 from .scaled import Properties, alike, scaled
+from .siblings import SIBLINGS
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ SCALED = "scaled"
 
 def profile_names() -> list[str]:
     """The built-in profiles."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.json"))
+    return sorted([*(p.stem for p in Path(__file__).parent.glob("*.json")), *SIBLINGS])
 
 
 def measured_path() -> Path:
@@ -132,6 +133,8 @@ def _nearest(name: str) -> list[str]:
 
 @functools.cache
 def _read_built_in(name: str) -> Hardware:
+    if (sibling := SIBLINGS.get(name)) is not None:
+        return sibling.profile(name, _read_built_in(sibling.like))
     return _read_profile(Path(__file__).parent / f"{name}.json")
 
 
