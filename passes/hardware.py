@@ -93,6 +93,8 @@ class Hardware:
     """Bytes/s between the device and that cache."""
     kernel_s: float = 0.0
     """Seconds from the end of a kernel to the start of the next one."""
+    memory_bytes: int = 0
+    """Bytes of the device's own memory, 0 if that is not known.  Plans do not go by it: a budget does."""
     node_ranks: int = 0
     """Ranks of a node, 0 if all ranks are on one.  Those of several nodes also exchange over the links between nodes."""
     node_bandwidth: float = 25e9
@@ -306,6 +308,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "memory_bytes": (0, 1e13),
     "cache_bandwidth": (1e8, 1e15),
     "memory_bandwidth": (1e8, 1e14),
+    "memory_bytes": (0, 1e13),
     "h2d_bandwidth": (1e6, 1e13),
     "eta_pref": (0.01, 1),
     "launch_s": (0, 0.1),

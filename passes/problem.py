@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from .hardware import Hardware
 from .pieces import piece_bytes
@@ -206,3 +207,27 @@ class Problem:
         if peers := sorted((w.name, w.peers) for w in self.weights if w.peers):
             body["peers"] = peers
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """This problem in JSON's types, for :meth:`from_body`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_body(body: Mapping[str, Any]) -> Problem:
+        """The problem of a :attr:`body` that was written as JSON.  Raises KeyError, ValueError or TypeError if it is none."""
+        return Problem(
+            regions=tuple(_region(**r) for r in body["regions"]),
+            collectives=tuple(Collective(**c) for c in body["collectives"]),
+            weights=tuple(Weight(**{**w, **{name: tuple(w[name]) for name in _TUPLES}}) for w in body["weights"]),
+            ranks=body["ranks"],
+        )
+
+
+# Fields of a weight that are tuples, which JSON has as lists.
+_TUPLES = ("names", "shape", "stride", "uses")
+
+
+def _region(*, weights: list[str], cost: Mapping[str, Any], **more: Any) -> Region:
+    traffic = tuple((size, moved) for size, moved in cost["traffic"])
+    return Region(weights=tuple(weights), cost=RegionCost(**{**cost, "traffic": traffic}), **more)

@@ -17,6 +17,8 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # of processes that set their number 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Mutated programs leave collectives without a completion, and torch warns of each when the process ends.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+# Tests read and write no folder of this user.
+os.environ["CHUNKFLOW_CACHE"] = "0"
 os.environ["DIFFUSERS_VERBOSITY"] = "error"  # read when a test imports diffusers; most need not
 
 import hypothesis

@@ -6,20 +6,22 @@ import argparse
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from chunkflow_compile.catalog.branches import BRANCHES
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
+from chunkflow_compile.catalog.trace_cache import Entry
 from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.stored import body_of, traced_from
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import OnPeers
@@ -35,24 +37,34 @@ from .arguments import FORMS, add_model, sizes_given
 from .machine import choose_hardware, machine, note_hardware
 from .output import save_traceback
 
+# A problem, and the same with no weight packed and none in pieces.
+Problems = tuple[Problem, Problem]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A traced model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
+    """A model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
 
+    ``trace``: traces the model, or reads what was traced before.  ``key``: all that a trace depends on, None for a user's own
+    model, of which that is not known.
     ``cfg_parallel``: 2 if each branch of classifier-free guidance has
     ranks of its own.  ``regional``: whether its blocks are compiled one by one, and run as a cycle.  ``host_memory``: most
     bytes of its weights in host memory, None for all of them.
     """
 
     title: str
-    traced: Traced
+    trace: Callable[[], Traced]
+    key: Mapping[str, Any] | None = None
     degree: int
     forwards: int
     settings: Settings
     cfg_parallel: int = 1
     regional: bool = False
     host_memory: int | None = None
+
+    @cached_property
+    def traced(self) -> Traced:
+        return self.trace()
 
     @cached_property
     def cut(self) -> Cut:
@@ -66,21 +78,40 @@ class Target:
             )
         return cut
 
+    @property
+    def _entry(self) -> Entry[Problems] | None:
+        """Of the cache, for the problems of the cut."""
+        if self.key is None:
+            return None
+        key = {"traced": self.key, "settings": asdict(self.settings)}
+        return Entry(kind="problem", key=key, write=_bodies, read=_problems)
+
+    @cached_property
+    def kept(self) -> Problems | None:
+        """What the cache has, so that nothing need be traced or cut; None if it has nothing."""
+        return None if self._entry is None else self._entry.find()
+
+    @cached_property
+    def _both(self) -> Problems:
+        if self.kept is not None:
+            return self.kept
+        changed = self.settings.pack or self.settings.peers
+        both = self.cut.problem, on_peers(packed(self.cut, ()), (), 0).problem if changed else self.cut.problem
+        if self._entry is not None:
+            self._entry.keep(both)
+        return both
+
     @cached_property
     def problem(self) -> Problem:
-        return self._of(self.cut)
+        return self._where_it_runs(self._both[0])
 
     @cached_property
     def raw(self) -> Problem:
         """With no weight packed, and none in pieces."""
-        return (
-            self._of(on_peers(packed(self.cut, ()), (), 0))
-            if self.settings.pack or self.settings.peers
-            else self.problem
-        )
+        return self._where_it_runs(self._both[1])
 
-    def _of(self, cut: Cut) -> Problem:
-        problem = cut.problem
+    def _where_it_runs(self, problem: Problem) -> Problem:
+        """In blocks, and with weights on the drive, if the command asks for it."""
         if self.regional:
             problem = problem.in_blocks
             if not problem.regions:
@@ -143,8 +174,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
     )
 
 
-def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
-    """Check the arguments, then trace: one phase of ``progress``, up to a minute for a large model.
+def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool = False) -> Target:
+    """Check the arguments, then trace: one phase of ``progress``, up to a minute for a large model, a second if the cache has
+    it.  ``graph``: whether the command needs the graph, not only the problem.
 
     Raises ChunkflowError for bad arguments or a model that cannot be traced.
     """
@@ -164,10 +196,12 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     if arguments.model.endswith(".json"):
         raise ChunkflowError(f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline.")
     own = ":" in arguments.model or ".py" in arguments.model
-    title, forwards, traced = (_trace_own if own else _trace_preset)(arguments, options.min_bytes, progress)
-    return Target(
+    title, forwards, trace, key = (_own if own else _preset)(arguments, options.min_bytes)
+    fused = arguments.lowering == "inductor"
+    target = Target(
         title=title,
-        traced=replace(traced, fused=arguments.lowering == "inductor"),
+        trace=lambda: replace(trace(), fused=fused),
+        key=None if key is None else {**key, "fused": fused},
         degree=arguments.ulysses,
         forwards=forwards,
         settings=replace(settings, hardware=hardware, peers=peers, ranks=arguments.ulysses),
@@ -175,6 +209,11 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
         regional=arguments.regional,
         host_memory=host_memory,
     )
+    note_hardware(arguments)
+    with progress.phase(f"tracing {arguments.model}, half a minute for 10,000 nodes"):
+        if graph or target.kept is None:
+            _ = target.traced
+    return target
 
 
 def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
@@ -191,8 +230,12 @@ def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
     return False
 
 
-def _trace_own(arguments: argparse.Namespace, min_bytes: int, progress: Progress) -> tuple[str, int, Traced]:
-    """The title, the forwards and the graph of a user's own model."""
+# The title, the calls in a step, how the model is traced, and all that the result depends on, None if that is not known.
+Model = tuple[str, int, Callable[[], Traced], "Mapping[str, Any] | None"]
+
+
+def _own(arguments: argparse.Namespace, min_bytes: int) -> Model:
+    """A user's own model."""
     if arguments.quantize is not None:
         raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
     for name in sizes_given(arguments):
@@ -201,24 +244,30 @@ def _trace_own(arguments: argparse.Namespace, min_bytes: int, progress: Progress
     forwards = _forwards(arguments, arguments.model, 1)
     with contextlib.redirect_stdout(sys.stderr):
         build = load_build(arguments.model)
-    note_hardware(arguments)
-    with progress.phase(f"tracing {arguments.model}"):
-        traced = _trace(arguments, lambda: trace_without_weights(build, degree, min_bytes, cfg_parallel=cfg_parallel))
-    return arguments.model, forwards, traced
+    work = partial(trace_without_weights, build, degree, min_bytes, cfg_parallel=cfg_parallel)
+    return arguments.model, forwards, partial(_trace, arguments, work), None
 
 
-def _trace_preset(arguments: argparse.Namespace, min_bytes: int, progress: Progress) -> tuple[str, int, Traced]:
-    """The same of a preset."""
+def _preset(arguments: argparse.Namespace, min_bytes: int) -> Model:
+    """A preset."""
     model, quantize = preset(arguments.model), arguments.quantize
     sizes = replace(model.sizes, **sizes_given(arguments))
     model.shape(sizes)
     forwards = _forwards(arguments, model.name, model.forwards)
-    degree, cfg_parallel = arguments.ulysses, arguments.cfg_parallel
-    note_hardware(arguments)
-    with progress.phase(f"tracing {model.name}, half a minute for 10,000 nodes"):
-        traced = _trace(arguments, lambda: model.trace(degree, sizes, min_bytes, quantize, cfg_parallel))
+    call = (arguments.ulysses, sizes, min_bytes, quantize, arguments.cfg_parallel)
     title = f"{model.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    return title, forwards, traced
+    key = {"model": asdict(model), "call": [asdict(part) if part is sizes else part for part in call]}
+    entry = Entry(kind="trace", key=key, write=body_of, read=traced_from)
+    return title, forwards, partial(entry.get, partial(_trace, arguments, partial(model.trace, *call))), key
+
+
+def _bodies(problems: Problems) -> list[Any]:
+    return [problem.body for problem in dict.fromkeys(problems)]
+
+
+def _problems(bodies: Sequence[Any]) -> Problems:
+    problems = [Problem.from_body(body) for body in bodies]
+    return problems[0], problems[-1]
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:

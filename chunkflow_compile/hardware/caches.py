@@ -1,7 +1,7 @@
-"""The folder of torch's compile caches: where it cannot be used, this process uses another one.
+"""The folders of caches: ChunkFlow's own, and the one of torch's compile caches.
 
-Inductor compiles in it, and torch makes it while its compiler is imported.  In a container it may be read-only, full, or of
-another user.  Imports no torch, whose import may be what fails.
+Inductor compiles in the latter, and torch makes it while its compiler is imported.  In a container it may be read-only, full,
+or of another user: then this process uses another one.  Imports no torch, whose import may be what fails.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class Folder:
     path: str
     free: int | None = None
     fault: str = ""
+
+
+def user_cache() -> Path:
+    """ChunkFlow's folder among the caches of this user.  Raises ChunkflowError if this user has no home folder."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ChunkflowError("This user has no home folder: set HOME or XDG_CACHE_HOME.") from error
+    return Path(base) / "chunkflow"
 
 
 def temporary_folder() -> Folder:

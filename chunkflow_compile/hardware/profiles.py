@@ -1,4 +1,4 @@
-"""Profiles by name or file.  The built-in ones are in this folder, one JSON file each."""
+"""Profiles by name or file.  The built-in ones are JSON files in this folder, and siblings of these (siblings.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from chunkflow_compile.passes.cost.timings import AS_MEASURED
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
-from .caches import warn_once
+from .caches import user_cache, warn_once
 from .scaled import Properties, alike, scaled
+from .siblings import SIBLINGS
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ SCALED = "scaled"
 
 def profile_names() -> list[str]:
     """The built-in profiles."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.json"))
+    return sorted([*(p.stem for p in Path(__file__).parent.glob("*.json")), *SIBLINGS])
 
 
 def measured_path() -> Path:
@@ -37,11 +38,7 @@ def measured_path() -> Path:
 
     Raises ChunkflowError if this user has no home folder.
     """
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:
-        raise ChunkflowError("This user has no home folder: set HOME or XDG_CACHE_HOME.") from error
-    return Path(base) / "chunkflow" / "hardware.json"
+    return user_cache() / "hardware.json"
 
 
 def measured_profile() -> tuple[Path | None, str]:
@@ -157,6 +154,8 @@ def _nearest(name: str) -> list[str]:
 
 @functools.cache
 def _read_built_in(name: str) -> Hardware:
+    if (sibling := SIBLINGS.get(name)) is not None:
+        return sibling.profile(name, _read_built_in(sibling.like))
     return _read_profile(Path(__file__).parent / f"{name}.json")
 
 

@@ -27,6 +27,8 @@ class Properties(Protocol):
 # Compute capability -> a profile of that architecture, and the multiprocessors and the highest clock (kHz) of its card, from
 # the data sheet: rates of GEMMs and attention go with their product.
 _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
+    (7, 0): ("v100-pcie", 80, 1_530_000),
+    (7, 5): ("t4-pcie", 40, 1_590_000),
     (8, 0): ("a100-80gb-nvlink", 108, 1_410_000),
     (8, 6): ("rtx-3090-pcie", 82, 1_695_000),
     (8, 9): ("rtx-4090-pcie", 128, 2_520_000),
@@ -59,6 +61,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         **like.sources,
         "gemm_flops": how,
         "attention_flops": how,
+        "memory_bytes": "its driver",
         "collective_bandwidth": "assumption: three quarters of PCIe",
         "shared_link": "assumption: PCIe carries copies and collectives alike",
         "copy_slowdown": "assumption: a fair share",
@@ -78,6 +81,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         gemm_flops={dtype: faster * rate for dtype, rate in like.gemm_flops.items()},
         attention_flops={kernel: faster * rate for kernel, rate in like.attention_flops.items()},
         memory_bandwidth=memory or like.memory_bandwidth,
+        memory_bytes=properties.total_memory,
         cache_bytes=properties.L2_cache_size or like.cache_bytes,
         collective_bandwidth=min(like.collective_bandwidth, 0.75 * like.h2d_bandwidth),
         shared_link=True,

@@ -22,8 +22,9 @@ from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware import calibrate, contention, stopwatch
 from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.loopback import join_loopback
-from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names
+from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names, profile_of_card
 from chunkflow_compile.hardware.scaled import alike, scaled
+from chunkflow_compile.hardware.siblings import SIBLINGS
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
@@ -48,6 +49,51 @@ def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
             assert f" {times:.1f} times " in profile.sources["cache_bandwidth"], name
     paper = load_profile("h100-pcie-x2")
     assert (paper.h2d_bandwidth, paper.eta_pref) == (31.5e9, 0.89) and not paper.cards, "the link of the paper"
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "pcie", "memory", "tflops", "tb"),
+    [
+        ("rtx-3060-pcie", "NVIDIA GeForce RTX 3060", 31.5, 12, 26, 0.36),
+        ("rtx-3080-pcie", "NVIDIA GeForce RTX 3080", 31.5, 10, 63, 0.76),
+        ("rtx-4060-ti-pcie", "NVIDIA GeForce RTX 4060 Ti", 15.75, 16, 44, 0.288),
+        ("rtx-4070-ti-super-pcie", "NVIDIA GeForce RTX 4070 Ti SUPER", 31.5, 16, 85, 0.672),
+        ("rtx-5060-ti-pcie", "NVIDIA GeForce RTX 5060 Ti", 31.5, 16, 50, 0.448),
+        ("rtx-5070-ti-pcie", "NVIDIA GeForce RTX 5070 Ti", 63, 16, 98, 0.896),
+        ("a10g-pcie", "NVIDIA A10G", 31.5, 24, 74, 0.6),
+        ("l4-pcie", "NVIDIA L4", 31.5, 24, 69, 0.3),
+        ("rtx-a5000-pcie", "NVIDIA RTX A5000", 31.5, 24, 94, 0.768),
+        ("v100-pcie", "Tesla V100-SXM2-16GB", 15.75, 32, 85, 0.9),
+        ("t4-pcie", "Tesla T4", 15.75, 16, 42, 0.32),
+    ],
+)
+def test_a_sibling_of_a_card(name: str, card: str, pcie: float, memory: int, tflops: float, tb: float) -> None:
+    """By its data sheet; its rates by multiprocessors.  Torch's name of the card finds it."""
+    profile, like = load_profile(name), load_profile(SIBLINGS[name].like)
+    assert profile_of_card(card) == name
+    assert profile.h2d_bandwidth == pcie * 1e9 and profile.memory_bytes == memory << 30
+    assert f"{pcie:.4g} GB/s a direction" in profile.sources["h2d_bandwidth"]
+    assert profile.gemm_flops["bfloat16"] == pytest.approx(tflops * 1e12, rel=0.02)
+    assert profile.memory_bandwidth == tb * 1e12
+    for figure in ("gemm_flops", "cache_bandwidth"):
+        assert profile.sources[figure].split(":")[0] in ("assumption", "measured"), figure
+    assert profile.collective_bandwidth / profile.h2d_bandwidth in (
+        pytest.approx(3 / 8, 0.01),
+        pytest.approx(3 / 4, 0.01),
+    )
+    if name in ("v100-pcie", "t4-pcie"):  # a plan in bfloat16 is one in float16
+        assert profile.gemm_flops["bfloat16"] == profile.gemm_flops["float16"] > 5 * profile.gemm_flops["float32"]
+        assert "stands for the same model loaded in float16" in profile.sources["gemm_flops"]
+        assert profile.attention == "efficient"
+    else:
+        assert profile.attention == like.attention and profile.eta_gemm == like.eta_gemm
+    assert Hardware.from_json(profile.to_json()) == profile
+
+
+def test_the_built_in_profiles_of_cards_have_a_memory() -> None:
+    for name in profile_names():
+        if name != "cpu":
+            assert f"{load_profile(name).memory_bytes >> 30} GB" in load_profile(name).sources["memory_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +127,8 @@ class Card(NamedTuple):
     total_memory: int = 24 << 30
 
 
-L4, TO_COME = (
-    Card("NVIDIA L4", 8, 9, 58, 2_040_000, 6_251_000, 192, 48 << 20),
+LIKE_L4, TO_COME = (
+    Card("a card as large as an L4", 8, 9, 58, 2_040_000, 6_251_000, 192, 48 << 20),
     Card("a card to come", 13, 0, 170, 2_407_000, 14_001_000, 512, 96 << 20),
 )
 
@@ -90,11 +136,12 @@ L4, TO_COME = (
 @pytest.mark.parametrize(
     ("card", "like", "gemm"),
     [
-        (L4, "rtx-4090-pcie", 0.37),
+        (LIKE_L4, "rtx-4090-pcie", 0.37),
         (TO_COME, "rtx-5090-pcie", 1.0),
         (Card("a card whose driver tells nothing", 8, 6, 0, 0, 0, 0, 0), "rtx-3090-pcie", 1.0),
         (Card("a card whose driver tells no clock", 9, 0, 66, 0, 0, 0, 0), "h100-nvlink", 0.5),
-        (Card("a card of before", 7, 5, 54, 705_000, 5_001_000, 256, 4 << 20), "a100-80gb-nvlink", 0.25),
+        (Card("a Turing card", 7, 5, 54, 795_000, 5_001_000, 256, 4 << 20), "t4-pcie", 0.675),
+        (Card("a card of before", 6, 1, 40, 1_530_000, 5_001_000, 256, 4 << 20), "v100-pcie", 0.5),
     ],
 )
 def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm: float) -> None:
@@ -103,6 +150,7 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
     found = scaled(card, near)
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
     assert found.memory_bandwidth == (2e3 * card.memory_clock_rate * card.memory_bus_width / 8 or near.memory_bandwidth)
+    assert found.memory_bytes == card.total_memory and found.sources["memory_bytes"] == "its driver"
     assert card.name in found.name and like in found.sources["gemm_flops"] and found.shared_link
     assert found.memory_bytes == card.total_memory
     assert found.host_bandwidth == 0 and "not known" in found.sources["host_bandwidth"]
@@ -113,7 +161,7 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
 
 
 def test_the_profile_of_a_card_without_one_is_of_the_card_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = TO_COME, L4
+    cards = TO_COME, LIKE_L4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))

@@ -1,0 +1,226 @@
+"""Stored: a traced graph as a JSON body, and the same graph from it.
+
+Contract
+    On entry: a Traced of fixed sizes whose graph has inputs, small constants, ops of torch and elements of their results.
+    Anything else raises ValueError: symbols, nested graphs, kernels of Triton, inputs that are written or that are parts of
+    tensor subclasses.
+    On exit: a body of JSON's types; or a Traced that every pass reads as it reads the first one.  Stack traces are not kept.
+    Reading a body runs no code of it: an op is looked up by name among those that torch has registered.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from chunkflow_compile.passes.problem import Parameter
+
+from .traced import Traced
+
+# Most elements of a constant that is written with its values, such as the masks that a forward sets an element to.
+_SMALL = 1024
+# Constants of torch among the arguments of ops, by the name of their type; the text of each is torch's name for it.
+_CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+def body_of(traced: Traced) -> dict[str, Any]:
+    """A body from which :func:`traced_from` makes an equal Traced.  Raises ValueError if it cannot hold all of it."""
+    if traced.sizes or traced.unknown or traced.repeats is not None:
+        raise ValueError("The graph has symbols, or is one block of a model.")
+    writer = _Writer(traced)
+    nodes = [writer.node(node) for node in traced.graph.graph.nodes]
+    return {
+        "parameters": [asdict(p) for p in traced.parameters],
+        "ranks": dict(traced.ranks),
+        "large": traced.large,
+        "fused": traced.fused,
+        "together": traced.together,
+        "tensors": [*writer.tensors],
+        "nodes": nodes,
+    }
+
+
+def traced_from(body: Mapping[str, Any]) -> Traced:
+    """The Traced of a body.  Raises KeyError, ValueError, TypeError or AttributeError if it is none, and a RuntimeError of
+    torch for tensors that cannot exist."""
+    reader, graph = _Reader(body["tensors"]), Graph()
+    for row in body["nodes"]:
+        reader.add(graph, row)
+    return Traced(
+        graph=GraphModule(reader.root, graph),
+        parameters=tuple(Parameter(**{**p, "names": tuple(p["names"])}) for p in body["parameters"]),
+        blocks={block: block for block in reader.blocks},
+        ranks=dict(body["ranks"]),
+        large=tuple((str(name), int(nbytes)) for name, nbytes in body["large"]),
+        fused=body["fused"],
+        together=body["together"],
+    )
+
+
+class _Writer:
+    """Writes the nodes of a graph in program order.  ``tensors``: the descriptions of all tensors, each once."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.tensors: dict[tuple[Any, ...], int] = {}
+        self._blocks = traced.blocks
+        self._numbers = {node: number for number, node in enumerate(traced.graph.graph.nodes)}
+
+    def node(self, node: Node) -> list[Any]:
+        """Operation, name, target, arguments, value, and the block: None where no module is known, "" outside blocks."""
+        users = [self._numbers[user] for user in node.users]
+        if users != sorted(users):
+            raise ValueError(f"The users of {node.name} are not in program order.")
+        row: list[Any] = [node.op, node.name]
+        if node.op == "placeholder":
+            desc = node.meta.get("desc")
+            if type(desc) is not PlainAOTInput:
+                raise ValueError(f"The input {node.name} is {desc!r}.")
+            return [*row, desc.idx, self.value(node.meta["val"])]
+        if node.op == "output":
+            if any(getattr(desc, "mutated_input", None) is not None for desc in node.meta.get("desc") or ()):
+                raise ValueError("An input is written.")
+            return [*row, self.value(node.args)]
+        if node.op == "get_attr":
+            return [*row, node.target, _constant(node), self.value(node.meta["val"])]
+        if node.op != "call_function":
+            raise ValueError(f"{node.name} is a {node.op}.")
+        arguments = self.value(node.args), {name: self.value(value) for name, value in node.kwargs.items()}
+        return [*row, _name_of(node), *arguments, self.value(node.meta["val"]), self._block(node)]
+
+    def value(self, value: Any) -> Any:
+        """An argument or a result: itself where JSON has it, else an object with one key, its type."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, Node):
+            return {"node": self._numbers[value]}
+        if isinstance(value, tuple) and type(value) is not torch.Size:
+            return {"tuple": [self.value(v) for v in value]}
+        if isinstance(value, list):
+            return [self.value(v) for v in value]
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if type(value) is FakeTensor:
+            return {"tensor": self.tensors.setdefault(_description(value), len(self.tensors))}
+        for name, kind in _CONSTANTS.items():
+            if isinstance(value, kind):
+                return {name: str(value).removeprefix("torch.")}
+        raise ValueError(f"{value!r} is a {type(value).__name__}.")
+
+    def _block(self, node: Node) -> str | None:
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            return None
+        keys = [str(key).split("@")[0] for key in stack]
+        return next((self._blocks[key] for key in keys if key in self._blocks), "")
+
+
+class _Reader:
+    """Adds the nodes of a body to a graph.  ``root``: a module with the constants seen so far.  ``blocks``: the names of the
+    blocks."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.root = torch.nn.Module()
+        self.blocks: dict[str, None] = {}
+        self._nodes: list[Node] = []
+        with FakeTensorMode():
+            self._tensors = [_tensor(*description) for description in tensors]
+
+    def add(self, graph: Graph, row: Sequence[Any]) -> None:
+        """Add the node of a row, and to ``root`` the tensor of a constant."""
+        op, name, *rest = row
+        if op == "placeholder":
+            node = graph.create_node(op, name, name=name)
+            node.meta = {"desc": PlainAOTInput(idx=int(rest[0])), "val": self.value(rest[1])}
+        elif op == "get_attr":
+            target, (dtype, values), value = rest
+            self.root.register_buffer(target, torch.tensor(values, dtype=getattr(torch, dtype)))
+            node = graph.create_node(op, target, name=name)
+            node.meta = {"val": self.value(value)}
+        elif op == "output":
+            node = graph.create_node(op, "output", self.value(rest[0]), name=name)
+        else:
+            target, args, kwargs, value, block = rest
+            operands = {key: self.value(v) for key, v in kwargs.items()}
+            node = graph.create_node("call_function", _op(target), self.value(args), operands, name=name)
+            node.meta = {"val": self.value(value)}
+            if block is not None:
+                node.meta["nn_module_stack"] = {block: None}
+            if block:
+                self.blocks[block] = None
+        if node.name != name:
+            raise ValueError(f"There are two nodes {name}, or torch allows no such name.")
+        self._nodes.append(node)
+
+    def value(self, written: Any) -> Any:
+        """The value that :meth:`_Writer.value` has written."""
+        if isinstance(written, list):
+            return [self.value(v) for v in written]
+        if not isinstance(written, dict):
+            return written
+        ((kind, text),) = written.items()
+        if kind == "node":
+            return self._nodes[text]
+        if kind == "tuple":
+            return tuple(self.value(v) for v in text)
+        if kind == "device":
+            return torch.device(text)
+        if kind == "tensor":
+            return self._tensors[text]
+        constant = getattr(torch, text)
+        if not isinstance(constant, _CONSTANTS[kind]):
+            raise ValueError(f"torch.{text} is no {kind}.")
+        return constant
+
+
+def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise ValueError("A tensor is not strided, or is the conjugate or the negative of another.")
+    if not all(type(size) is int for size in sizes):
+        raise ValueError("The size of a tensor is a symbol.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), dtype, str(tensor.device)
+
+
+def _tensor(shape: Sequence[int], stride: Sequence[int], offset: int, dtype: str, device: str) -> torch.Tensor:
+    """A fake tensor; runs under a fake mode."""
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if not offset:
+        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+    memory = torch.empty(last + 1, dtype=getattr(torch, dtype), device=device)
+    return memory.as_strided(shape, stride, offset)
+
+
+def _constant(node: Node) -> tuple[str, Any]:
+    """The dtype and the values of a constant of the graph."""
+    value = getattr(node.graph.owning_module, str(node.target))
+    if type(value) is not torch.Tensor or not 0 < value.numel() <= _SMALL or value.device.type != "cpu":
+        raise ValueError(f"{node.name} is a {type(value).__name__}, not a small tensor on the CPU.")
+    return str(value.dtype).removeprefix("torch."), value.tolist()
+
+
+def _name_of(node: Node) -> str:
+    target = node.target
+    if target is operator.getitem:
+        return "getitem"
+    if not isinstance(target, torch._ops.OpOverload):
+        raise ValueError(f"{node.name} calls {target}, which is no op.")
+    return f"{target.namespace}.{target._opname}.{target._overloadname}"
+
+
+def _op(name: str) -> Any:
+    """The op of a name that :func:`_name_of` gave."""
+    if name == "getitem":
+        return operator.getitem
+    namespace, op, overload = name.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ValueError(f"{name} is no op.")
+    return found
