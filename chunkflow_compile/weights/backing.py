@@ -124,10 +124,9 @@ class FileSlice(Backing):
         return Where.FILE_WRITTEN if self._written or self._version != self.host._version else Where.FILE
 
     def settle(self) -> bool:
-        if self._written or self.bytes is None:
-            return False
-        self._written = self.bytes.differ_from(flat_bytes(self.host))
-        return self._written
+        if self.where is Where.FILE and self.bytes is not None:
+            self._written = self.bytes.differ_from(flat_bytes(self.host))
+        return self.where is Where.FILE_WRITTEN
 
     def check(self) -> None:
         self._file.check()

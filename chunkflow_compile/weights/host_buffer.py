@@ -89,7 +89,7 @@ class HostBuffer:
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
         self._writing = ProcessLock()  # held for a write, longer than the other one
-        self._uses = 0  # of the memory, by this and the weight
+        self._uses = 0  # of the memory, by this and the weight, as ``uses`` counts them
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
         self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
@@ -104,7 +104,7 @@ class HostBuffer:
         self._store, self._life = store, weakref.ref(life)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
-        self._uses = self._uses or uses(host)
+        self._uses = 1 + len({id(host), id(weight.host)})  # each tensor, and the storage that ``uses`` asks
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
@@ -384,8 +384,11 @@ class HostBuffer:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a view of raw values is in use, such as an array that was made of a tensor of a state_dict."""
-        return not self.is_packed and self._used
+        """Whether a view of raw values is in use, such as an array that was made of a tensor of a state_dict.
+
+        False where the weight has only a part of its storage: the other parts have users of their own.
+        """
+        return not self.is_packed and self.host.untyped_storage().nbytes() == self.host.nbytes and self._used
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""
