@@ -104,7 +104,20 @@ class HostBuffer:
         self._store, self._life = store, weakref.ref(life)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
-        self._uses = 1 + len({id(host), id(weight.host)})  # each tensor, and the storage that ``uses`` asks
+        self._uses = self._own_uses(weight.host)
+
+    def _own_uses(self, view: torch.Tensor) -> int:
+        """Uses of the memory by this and by a weight whose host tensor is ``view``, as :func:`uses` counts them: each tensor,
+        and the storage that it asks."""
+        return 1 + len({id(self.host), id(view)})
+
+    def is_only_used_by(self, view: torch.Tensor) -> bool:
+        """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""
+        return self._is_whole and uses(self.host) <= self._own_uses(view)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.host.untyped_storage().nbytes() == self.host.nbytes
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
@@ -388,7 +401,7 @@ class HostBuffer:
 
         False where the weight has only a part of its storage: the other parts have users of their own.
         """
-        return not self.is_packed and self.host.untyped_storage().nbytes() == self.host.nbytes and self._used
+        return not self.is_packed and self._is_whole and self._used
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""

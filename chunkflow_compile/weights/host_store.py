@@ -110,16 +110,16 @@ class HostStore:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
         One weight at a time exists twice.  One that lies in its checkpoint stays there, without memory, until
-        :meth:`finish_move`.  A weight that has host memory already keeps it.
+        :meth:`finish_move`.  A weight that has host memory already keeps it, unless it is one of the loader's.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(tensor, HostWeight):
+            if isinstance(tensor, HostWeight) and names[0] not in loader:
                 buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
                 if buffer.is_packed and not same_place(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
-            placed = loader.place(names[0], tensor)
+            placed = loader.place(names[0], tensor.host if isinstance(tensor, HostWeight) else tensor)
             if placed is None or loader.in_file(names[0]):
                 self._pending.append((names, tensor, placed))
             else:

@@ -155,6 +155,11 @@ class HostWeight(torch.Tensor):
         return values if self.device.type == "cpu" else values.to(self.device)
 
     @property
+    def is_only_user(self) -> bool:
+        """Whether no view and no other weight has its memory, which is raw and all of its storage."""
+        return not self.buffer.is_packed and self.buffer.is_only_used_by(self.host)
+
+    @property
     def values_on_host(self) -> torch.Tensor:
         """The values as an ordinary host tensor, to be read, see :meth:`HostBuffer.values`."""
         return self.buffer.values(self.host)
