@@ -14,7 +14,7 @@ from chunkflow_compile.frontend.preconditions import warn_if_no_module_holds
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.placed.index import ModelIndex
-from chunkflow_compile.placed.placement import Placement, placements_around
+from chunkflow_compile.placed.placement import Placement, placement_of, placements_around
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.order import Solo
@@ -55,9 +55,10 @@ def move_weights(
 
 
 def _placement(root: nn.Module, device: torch.device, min_bytes: int, pack: Pack) -> Placement:
-    """That of a model; ``pack`` is for the first weights that are placed."""
+    """That of a model; ``pack`` is for one that is not placed yet."""
+    fresh = placement_of(root) is None
     placement = Placement.on(root, device, min_bytes)
-    if not placement.store.buffers:
+    if fresh:
         placement.pack = pack
     return placement
 

@@ -154,8 +154,6 @@ def _packed_names(
             if "bfloat16" in kinds
             else "Load it in bfloat16 or pass dtype=torch.bfloat16, or leave out pack"
         )
-        if any(isinstance(p, HostWeight) for _, p in weights):
-            are = "its weights are those of a copy of an offloaded model, which keep their host memory"
         raise ChunkflowError(
             f"pack=True packs contiguous weights of bfloat16, each with one name and outside of tensor subclasses, and "
             f"{type(root).__name__} has none: {are}. {fix}."

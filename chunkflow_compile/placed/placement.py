@@ -140,10 +140,13 @@ class Placement:
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
             self.store.refuse_aliases(p for _, p in todo)
             origins, device = {p.device.type for _, p in todo}, self.store.device
-            plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
             loader: WeightLoader | None = None
             pages = device.type == "cuda" or bool(on_drive)
             chosen = packable(self.root, todo, dtype_of) if self.pack else frozenset()
+            plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
+            if node is None:  # a weight that has left its store, as by .to(dtype), is packed again
+                left = [(names[0], p) for names, p in todo if isinstance(p, HostWeight) and names[0] in chosen]
+                plain += [(name, weight.host) for name, weight in left if weight.is_only_user]
             packs = chosen if self.pack is True else ()
             try:
                 loader = WeightLoader(
@@ -249,7 +252,7 @@ def packable(
         if len(names) == 1
         and id(weight) in own
         and id(weight) not in filled
-        and type(weight) in (torch.Tensor, nn.Parameter)
+        and (weight.kind if isinstance(weight, HostWeight) else type(weight)) in (torch.Tensor, nn.Parameter)
         and can_pack(weight, dtype_of(names[0], weight))
     )
 

@@ -192,6 +192,10 @@ class CompiledGraph:
 
         One that several regions read, or that the graph returns, is wanted raw, and raw is what cannot be packed.
         """
+        buffers = [buffer for p in parameters.values() if (buffer := buffer_of(p)) is not None]
+        for store in dict.fromkeys(buffer.store for buffer in buffers):
+            if store.exported:
+                store.mark_exported_dirty()  # programs copy what was written before they start
         able, wanted = takes_packed(self.codes.first.cut), current.code.packed if self._packs else frozenset()
         forms = set[str]()
         for name, parameter in parameters.items():

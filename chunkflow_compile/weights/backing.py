@@ -15,6 +15,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
+from .bytes import flat_bytes
 from .limits import no_room
 from .mapping import Descriptor, map_file, map_over, own_memory
 from .source import DriveBytes
@@ -61,6 +62,11 @@ class Backing:
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor, of whose writes no other process sees any."""
         return view.detach()
+
+    def settle(self) -> bool:
+        """Whether a tensor of a state_dict was written since this was asked last, in a way that no count sees.  Memory of this
+        process cannot tell, so it says yes."""
+        return True
 
 
 class SharedMemory(Backing):
@@ -111,10 +117,16 @@ class FileSlice(Backing):
         self.scratch = in_file.file.stamp is None
         self._file = in_file.file
         self._version = host._version
+        self._written = False  # past every count
 
     @property
     def where(self) -> Where:
-        return Where.FILE if self._version == self.host._version else Where.FILE_WRITTEN
+        return Where.FILE_WRITTEN if self._written or self._version != self.host._version else Where.FILE
+
+    def settle(self) -> bool:
+        if self.where is Where.FILE and self.bytes is not None:
+            self._written = self.bytes.differ_from(flat_bytes(self.host))
+        return self.where is Where.FILE_WRITTEN
 
     def check(self) -> None:
         self._file.check()

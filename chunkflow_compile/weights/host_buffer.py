@@ -24,23 +24,22 @@ Copies of the values, none of which is written by anybody but its maker:
 * on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
   step;
 * in an op outside programs, one for that op; of a packed weight also on the CPU;
-* in a state_dict, the memory itself (``exported``); of SHARED pages a mapping that copies a page when it is written,
-  of a packed weight a mapping of a scratch file.
+* in a state_dict, the memory itself (``exported``), whose writes :meth:`HostBuffer.settle` takes; of SHARED pages a mapping that
+  copies a page when it is written, and whose writes are not the model's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
@@ -88,8 +87,9 @@ class HostBuffer:
         self.to_deal = False
         self._backing = Backing(host) if backing is None else backing  # only _back changes it
         self.is_packed = self.packable = self._backing.packed is not None
-        self._lock = threading.Lock()  # for what reads the form of the values, and what changes it
-        self._uses = 0  # of the memory, by this and the weight
+        self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
+        self._writing = ProcessLock()  # held for a write, longer than the other one
+        self._uses = 0  # of the memory, by this and the weight, as ``uses`` counts them
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
         self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
@@ -104,7 +104,20 @@ class HostBuffer:
         self._store, self._life = store, weakref.ref(life)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
-        self._uses = self._uses or uses(host)
+        self._uses = self._own_uses(weight.host)
+
+    def _own_uses(self, view: torch.Tensor) -> int:
+        """Uses of the memory by this and by a weight whose host tensor is ``view``, as :func:`uses` counts them: each tensor,
+        and the storage that it asks."""
+        return 1 + len({id(self.host), id(view)})
+
+    def is_only_used_by(self, view: torch.Tensor) -> bool:
+        """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""
+        return self._is_whole and uses(self.host) <= self._own_uses(view)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.host.untyped_storage().nbytes() == self.host.nbytes
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
@@ -123,9 +136,10 @@ class HostBuffer:
         return self._store
 
     @property
-    def order(self) -> int:
-        """In which order an op that writes several weights holds up programs: two threads never hold each other up."""
-        return id(self._store)
+    def order(self) -> tuple[int, int]:
+        """In which order an op that writes several weights locks models, and weights in each: two threads never wait for each
+        other."""
+        return id(self._store), id(self)
 
     @property
     def life(self) -> Life | None:
@@ -235,7 +249,7 @@ class HostBuffer:
         Raises ChunkflowError if there is no room for a copy, or if it is a mapping of a file that has changed.
         """
         self.check()
-        with self._lock:
+        with self._lock():
             backing = self._backing
             if not isinstance(backing, Packed) or backing.is_open_here:
                 with unset_fake_temporarily():
@@ -249,14 +263,20 @@ class HostBuffer:
         return values if whole and not in_one_memory(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
-        """A view of the values, for a state_dict: what writes it may go unnoticed, see :meth:`Store.mark_exported_dirty`.
+        """A view of the values, for a state_dict: what writes it writes the weight, see :meth:`settle`.
 
-        Of memory that other ranks read, and of a packed weight, it is a copy.  Raises ChunkflowError if there is no room.
+        Of memory that other ranks read it is a copy.  Raises ChunkflowError if there is no room.
         """
         self.check()
         backing = self._backing
         if isinstance(backing, Packed):
-            return part_of(backing.exported(self.name, self.version), view)
+            with self._writing():
+                if backing is not self._backing:
+                    return self.export_view(view)
+                exported = part_of(backing.exported(self.name), view)
+            if self._store is not None:
+                self._store.exported.append((weakref.ref(exported.untyped_storage()), weakref.ref(self)))
+            return exported
         exported = backing.view_to_write(view)
         if backing is not self._backing:  # another thread has written it
             return self.export_view(view)
@@ -264,9 +284,23 @@ class HostBuffer:
             self._store.exported.append((weakref.ref(exported), weakref.ref(self)))
         return exported
 
-    def _quiet(self) -> AbstractContextManager[object]:
-        """No step of the model's programs runs."""
-        return contextlib.nullcontext() if self._store is None else self._store.quiet()
+    def settle(self) -> bool:
+        """Take what was written to tensors of a state_dict since this was called last: it counts as a write from now on.
+
+        Returns whether programs may have copied older values.  Raises as :meth:`write`.
+        """
+        changed = self._backing.settle()
+        if changed and self.is_packed:
+            with self.write():
+                pass
+        self.written += changed
+        return changed
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """No step of the model's programs runs, and no other thread writes the weight."""
+        with contextlib.nullcontext() if self._store is None else self._store.quiet(), self._writing():
+            yield
 
     @contextlib.contextmanager
     def write(self, leaves: bool = False) -> Iterator[None]:
@@ -283,7 +317,7 @@ class HostBuffer:
             else:
                 self.make_private()
             backing = self._backing
-            if leaves or not isinstance(backing, Packed) or backing.is_open:
+            if leaves or not isinstance(backing, Packed) or backing.is_open_here:
                 yield
                 return
             try:
@@ -343,13 +377,15 @@ class HostBuffer:
 
     def _become_raw(self) -> None:
         """The pages of a packed weight stay open."""
+        if isinstance(self._backing, Packed):
+            self._backing.own()
         self._back(Backing(self.host))
         self.unpin()
         self.packable = False
 
     def _back(self, backing: Backing) -> None:
         """Have the bytes there from now on."""
-        with self._lock:
+        with self._lock():
             if self.is_packed != (backing.packed is not None):
                 self.is_packed, self._resident, self.pieces = not self.is_packed, None, None
             self._backing = backing
@@ -358,6 +394,14 @@ class HostBuffer:
     def _used(self) -> bool:
         """Whether a view, or an op of another thread, has the memory, which must not lose its pages then."""
         return uses(self.host) > self._uses
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a view of raw values is in use, such as an array that was made of a tensor of a state_dict.
+
+        False where the weight has only a part of its storage: the other parts have users of their own.
+        """
+        return not self.is_packed and self._is_whole and self._used
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""

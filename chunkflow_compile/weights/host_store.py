@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends them, until their next
     calls.  ``pins``: whether to pin host memory; False after pinning failed once.
-    ``counts``: of its programs.  ``exported``: tensors of state_dicts that have the memory of weights.
+    ``counts``: of its programs.  ``exported``: tensors of state_dicts, or their storages, that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.  ``peers``: the ranks that
     keep pieces of weights for each other, None for none.
@@ -62,7 +63,7 @@ class HostStore:
     agreed: int | None = None
     peers: Peers | None = None
     counts: Counts = field(default_factory=Counts)
-    exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
+    exported: list[tuple[weakref.ref[Any], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
@@ -109,16 +110,16 @@ class HostStore:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
         One weight at a time exists twice.  One that lies in its checkpoint stays there, without memory, until
-        :meth:`finish_move`.  A weight that has host memory already keeps it.
+        :meth:`finish_move`.  A weight that has host memory already keeps it, unless it is one of the loader's.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(tensor, HostWeight):
+            if isinstance(tensor, HostWeight) and names[0] not in loader:
                 buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
                 if buffer.is_packed and not same_place(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
-            placed = loader.place(names[0], tensor)
+            placed = loader.place(names[0], tensor.host if isinstance(tensor, HostWeight) else tensor)
             if placed is None or loader.in_file(names[0]):
                 self._pending.append((names, tensor, placed))
             else:
@@ -191,21 +192,34 @@ class HostStore:
             self.peers = None
 
     def mark_exported_dirty(self) -> None:
-        """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
+        """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call, unless the
+        kernel tells that nobody has written it, see :meth:`HostBuffer.settle`.
 
         A pointer, a NumPy array or a collective may have written it, and no version tells.  Warns once of those that are
         still in use.  One that is no longer, as after a model was saved, keeps its pieces if they have its values.
+        Raises ChunkflowError if there is no memory for what was written.
         """
-        exported, self.exported = self.exported, []
-        for tensor, ref in exported:
-            if (buffer := ref()) is not None:
-                pieces = buffer.source_now
-                buffer.written += 1
-                if tensor() is not None:
-                    self.exported.append((tensor, ref))
-                elif isinstance(pieces, Pieces) and self.peers is not None and self.peers.same(buffer, pieces):
-                    buffer.pieces = replace(pieces, version=buffer.version)
-        if self.exported and not self._warned_of_exported:
+        todo, self.exported = self.exported, []
+        kept, slow = {}, False
+        try:
+            while todo:
+                lent, ref = todo[-1]
+                if (buffer := ref()) is not None:
+                    user = lent()  # asked first: nobody else writes it afterwards
+                    if user is None and buffer.is_lent:
+                        user = buffer
+                    pieces = buffer.source_now
+                    changed = buffer.settle()
+                    if user is not None:
+                        kept[id(buffer), id(user)] = lent, ref
+                        slow |= changed and not buffer.is_packed
+                    elif changed and isinstance(pieces, Pieces) and self.peers is not None:
+                        if self.peers.same(buffer, pieces):
+                            buffer.pieces = replace(pieces, version=buffer.version)
+                todo.pop()
+        finally:
+            self.exported += [*todo, *kept.values()]
+        if slow and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(
                 f"Tensors of a state_dict() of {type(self.root).__name__} are still in use. A write to one may go unnoticed, "

@@ -155,6 +155,11 @@ class HostWeight(torch.Tensor):
         return values if self.device.type == "cpu" else values.to(self.device)
 
     @property
+    def is_only_user(self) -> bool:
+        """Whether no view and no other weight has its memory, which is raw and all of its storage."""
+        return not self.buffer.is_packed and self.buffer.is_only_used_by(self.host)
+
+    @property
     def values_on_host(self) -> torch.Tensor:
         """The values as an ordinary host tensor, to be read, see :meth:`HostBuffer.values`."""
         return self.buffer.values(self.host)
@@ -239,6 +244,7 @@ class HostWeight(torch.Tensor):
         ``value``                          its host memory             its buffer
         =================================  ==========================  =====================
         the same view (``p.data += x``)    as before                   as before
+        that of its own state_dict         as before                   as before
         another view of its own memory     that view, made private     as before
         a weight on the same device        that of the other weight    the other weight's
         a tensor on the CPU                that of the tensor          a new one
@@ -255,6 +261,8 @@ class HostWeight(torch.Tensor):
             host, buffer = value.detach().to("cpu"), None
         if buffer is self.buffer and same_place(host, self.host):
             return  # p.data += x has written the memory already
+        if buffer is None and same_place(host, self.host) and self.buffer.is_of(self):
+            return  # the weight's own tensor of a state_dict
         part = buffer is self.buffer  # another view of its own memory, which no longer has all bytes of its backing
         if part:
             self.buffer.unpack()
@@ -281,6 +289,22 @@ class HostWeight(torch.Tensor):
         values = self.values_on_host.detach().numpy()
         values.flags.writeable = False
         return values
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """An ordinary tensor on the CPU.  On a weight for the CPU it has the memory of the weight, as those of a state_dict.
+
+        Where that would lose what follows the op (a gradient, a conversion of the model, a trace), the weight itself.
+        """
+        ordinary = self.device.type == "cpu" and memory_format == torch.preserve_format
+        if (
+            torch.compiler.is_compiling()
+            or not ordinary
+            or (self.requires_grad and torch.is_grad_enabled())
+            or type(self.host) is not torch.Tensor
+            or torch._C._len_torch_dispatch_stack()
+        ):
+            return super().cpu(memory_format)
+        return self.plain(self.buffer.export_view(self.host))
 
     def tolist(self) -> Any:
         return self.values_on_host.tolist()
@@ -390,7 +414,8 @@ def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _refusal(weight: HostWeight, what: str) -> str:
     return (
         f"{what} needs the memory of {weight.buffer.name} on {weight.device}, but ChunkFlow keeps this weight in host "
-        "memory: use weight.cpu(), or call chunkflow_compile.restore(model) first."
+        "memory: use weight.cpu() or model.state_dict(), which return ordinary tensors, or call "
+        "chunkflow_compile.restore(model) first."
     )
 
 

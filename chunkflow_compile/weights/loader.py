@@ -83,6 +83,10 @@ class WeightLoader:
             self.close(error)
             raise
 
+    def __contains__(self, name: str) -> bool:
+        """Whether it is one of the weights of the move that it was given."""
+        return name in self._weights
+
     @property
     def reads(self) -> int:
         """Bytes of files that all ranks read together."""

@@ -96,14 +96,39 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0, access: int = _ACCESS) -> None:
+def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0, access: int = _ACCESS) -> bool:
     """Map a file privately at the address of ``host``, whole pages: views of it stay views.  None: memory without a file.
 
-    ``access``: to it, as mmap takes it.  If the kernel refuses, nothing has changed.
+    ``access``: to it, as mmap takes it.  Returns False if the kernel refuses; nothing has changed then.
     """
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
-    _libc().mmap(host.data_ptr(), whole_pages(host.nbytes), access, kind, number, offset)
+    return bool(_libc().mmap(host.data_ptr(), whole_pages(host.nbytes), access, kind, number, offset) != _FAILED)
+
+
+def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
+    """The parts of a private mapping of a file that lie on pages which this process has written, by whatever way.
+
+    ``host``: a flat tensor (uint8) in the mapping.  Returns where in it each part begins and ends, in bytes; if the kernel does
+    not tell, the whole tensor is one part.
+    """
+    begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
+    first, last = begin // PAGE, -(-end // PAGE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            entries = bytearray(os.pread(pagemap.fileno(), 8 * (last - first), 8 * first))
+    except OSError:
+        return [(0, host.nbytes)]
+    if len(entries) < 8 * (last - first):
+        return [(0, host.nbytes)]
+    pages = torch.frombuffer(entries, dtype=torch.int64)
+    # a written page is present or swapped (bits 63 and 62), and no longer one of the file (bit 61)
+    written = ((pages >> 62 & 3) != 0) & ((pages >> 61 & 1) == 0)
+    if not written.any():
+        return []
+    edges = torch.nn.functional.pad(written.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+    places = [min(max((first + page) * PAGE, begin), end) - begin for page in edges]
+    return [*zip(places[::2], places[1::2], strict=True)]
 
 
 def close_pages(host: torch.Tensor) -> None:

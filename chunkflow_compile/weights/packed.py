@@ -1,13 +1,19 @@
 """Weights whose bytes are packed, without loss: twelve bits a value, see ``passes/packing.py``.
 
 The host tensor of such a weight is *address space without pages*: it has the shape, the strides, the storage and the version
-of the values, so that a view of it is a view of the weight, but to touch it would end the process.  Whoever reads gets the
-values in a temporary.  Whoever writes opens the pages, and closes them after it.
+of the values, so that a view of it is a view of the weight, but to touch it would end the process.  A reader gets the values in
+a temporary.  A writer opens the pages, and closes them afterwards.
+
+``state_dict()`` opens the pages, too: its tensors are the memory of the weight, as those of any module are.  The pages are then
+a private mapping of a scratch file, so that the values take the drive and no memory until somebody writes them.  The kernel
+tells which pages were written, also by a pointer or by NumPy; :meth:`Packed.settle` finds these writes, and closes the pages
+after the last tensor is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import weakref
@@ -21,13 +27,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.packing import Layout, Run, pack, unpack_into
+from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
+from .bytes import as_weight, flat_bytes, same_bits
 from .drive import Scratch
 from .host_memory import empty_pages, running_on
 from .limits import no_room
-from .mapping import close_pages, open_pages
+from .mapping import close_pages, map_over, memory_file, open_pages, own_memory, whole_pages, written_pages
 
 # Threads that pack a weight, at most: a few fill the memory bus.
 _THREADS = 16
@@ -40,7 +48,8 @@ _SERIAL = 1 << 20
 class Packed(Backing):
     """Packed values, whose bytes lie where those of ``inner`` do.  ``host``: the address space of the values.
 
-    ``is_open``: whether a write has opened the pages.  Then they have the values, and the packed bytes are old.
+    ``is_open``: whether a write has opened the pages.  Then they have the values, and the packed bytes are old.  Writes come one
+    at a time: the caller of :meth:`open`, :meth:`opened` and :meth:`exported` excludes other threads.
     """
 
     packed: torch.Tensor
@@ -49,10 +58,11 @@ class Packed(Backing):
         super().__init__(host)
         self.packed, self.bytes, self.scratch = inner.host, inner.bytes, inner.scratch
         self._inner = inner
-        self._writer: int | None = None  # the thread that has opened it
-        self._packing = threading.Lock()  # no other thread reads bytes that are being packed
+        self._writer: tuple[int, int] | None = None  # the process and the thread that have opened it
+        self._lock = ProcessLock()  # no other thread reads bytes that are being packed, or pages that are being closed
         self._whole = True  # whether the packed bytes are those of one state of the values
-        self._exported: tuple[int, int, weakref.ref[torch.Tensor]] | None = None
+        # the storage of the tensors of state_dicts that use the open pages, and of arrays that have their memory
+        self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
     def of(host: torch.Tensor) -> Packed | None:
@@ -70,39 +80,93 @@ class Packed(Backing):
 
     @property
     def is_open(self) -> bool:
-        return self._writer is not None
+        return self._writer is not None and self._writer[0] == os.getpid()  # a writer is gone after a fork
 
     @property
     def is_open_here(self) -> bool:
         """Whether this thread has opened it: the ops of others go on to read the packed values."""
-        return self._writer == threading.get_ident()
+        return self._writer == _this_thread()
 
     def check(self) -> None:
         self._inner.check()
 
     def make_private(self, name: str, lazily: bool = False) -> Backing:
-        return Packed(self.host, self._inner.make_private(name, lazily))
+        self._inner = self._inner.make_private(name, lazily)
+        self.bytes, self.scratch = self._inner.bytes, self._inner.scratch
+        return self
 
     def read(self, name: str) -> torch.Tensor:
         """The values, in new host memory.  Raises ChunkflowError if there is no room."""
-        with self._packing:
-            return unpacked(name, self.packed, self.host) if self._whole else self.host.clone()
+        with self._lock():
+            in_pages = not self._whole or (self._exported is not None and not self.is_open)
+            return self._copied(name) if in_pages else unpacked(name, self.packed, self.host)
 
-    def exported(self, name: str, version: int) -> torch.Tensor:
-        """The values in a mapping of a scratch file, or in host memory where there is no drive; the same ones as long as they
-        are in use, nobody has written them, and ``version`` is that of the weight.
+    def _copied(self, name: str) -> torch.Tensor:
+        """A copy of the open pages.  Raises ChunkflowError if there is no room."""
+        if (cause := no_room(self.host.nbytes)) is not None:
+            raise ChunkflowError(_no_memory(name, self.host, cause))
+        with _plainly():
+            return self.host.clone()
 
+    def exported(self, name: str) -> torch.Tensor:
+        """The values in their own place, for a state_dict: what writes them there writes the weight, see :meth:`settle`.
+
+        They are on the drive until they are written, or in host memory if there is no drive.
         Raises ChunkflowError if there is no room there either.
         """
-        before, writes, ref = self._exported or (None, 0, None)
-        exported = ref() if ref is not None and before == version else None
-        if exported is None or exported._version != writes:
-            exported = self.read(name)
-            with contextlib.suppress(ChunkflowError), _plainly():  # no room in the folder for temporary files
-                # without a name, and its descriptor is closed at once: it lasts as long as the mapping
-                exported = Scratch.made(exported.nbytes).keep(exported).host
-            self._exported = version, exported._version, weakref.ref(exported)
-        return exported
+        if self.is_open_here:  # a signal handler asks in the middle of a write
+            return self._copied(name)
+        with self._lock(), _plainly():
+            memory = None if self._exported is None else self._exported()
+            if memory is None:
+                exported = _at(self.host)
+                ref = weakref.ref(exported.untyped_storage())
+                if self._exported is None and self._whole:
+                    self._map(name)
+                self._exported = ref
+                return exported
+            return torch.empty(0, dtype=self.host.dtype).set_(memory, 0, self.host.shape, self.host.stride())
+
+    def _map(self, name: str) -> None:
+        """Let the closed pages be a private mapping of a new scratch file with the values.
+
+        The file has no name, and its descriptor is closed at once: it lasts as long as the mapping.
+        """
+        values = self.read(name)
+        try:
+            scratch = Scratch.made(values.nbytes)
+            scratch.write(0, values)
+        except ChunkflowError:  # no room in the folder for temporary files
+            scratch = Scratch(memory_file("chunkflow-state", whole_pages(values.nbytes)), "in host memory")
+            scratch.write(0, values)
+        if not map_over(self.host, scratch.file.descriptor):
+            raise ChunkflowError(_no_memory(name, self.host, os.strerror(ctypes.get_errno())))
+
+    def settle(self) -> bool:
+        """Close the pages if no tensor of a state_dict uses them any more.  Returns whether such a tensor was written since the
+        values were packed last: then they are to be packed again, by a write (:meth:`opened`) that writes nothing."""
+        with self._lock():
+            if self._exported is None or self.is_open:
+                return False
+            unused = self._exported() is None  # asked first: nobody can write them afterwards
+            if self._differs():
+                return True
+            if unused:
+                self._close()
+            return False
+
+    def _differs(self) -> bool:
+        """Whether the open pages were written, and have other values than the packed bytes."""
+        with _plainly():
+            if not written_pages(flat_bytes(self.host)):
+                return False
+            if no_room(self.host.nbytes) is not None:  # to pack them once more takes no memory
+                return True
+            return not same_bits(unpacked("a weight", self.packed, self.host), self.host)
+
+    def _close(self) -> None:
+        self._exported = None
+        close_pages(self.host)
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[None]:
@@ -114,16 +178,20 @@ class Packed(Backing):
         try:
             yield
         finally:
-            with self._packing:
+            with self._lock():
                 self._whole = False
                 self._whole = pack_into(self.packed, self.host)
                 if self._whole:
                     self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
-                    close_pages(self.host)
+                    if self._exported is None or self._exported() is None:
+                        self._close()
 
     def open(self, name: str, lazily: bool = False) -> None:
         """Give the values memory again, for a write or from now on.  Raises ChunkflowError if there is no room, ``lazily``
         only if the kernel says so."""
+        if self._exported is not None or not self._whole:  # they have it; not whole: a fork interrupted who packed them
+            self._writer = _this_thread()
+            return
         cause = None if lazily else no_room(self.host.nbytes)
         try:
             if cause is None:
@@ -132,13 +200,32 @@ class Packed(Backing):
             cause = error.strerror or str(error)
         if cause is not None:
             raise ChunkflowError(_no_memory(name, self.host, cause))
+        opened = False
         try:
             with _threads(self.host.numel()) as run:
                 unpack_into(self.packed, self.host.data, run)  # no write that anybody counts
-            self._writer = threading.get_ident()
+            self._writer, opened = _this_thread(), True
         finally:
-            if not self.is_open:
+            if not opened:
                 close_pages(self.host)
+
+    def own(self) -> None:
+        """Let the open pages be memory of this process, at the same address: the weight is raw from now on."""
+        if self._exported is not None:
+            with contextlib.suppress(OSError):  # no memory: they stay a mapping of a file that nobody else can change
+                own_memory(self.host, set())
+
+
+def _at(host: torch.Tensor) -> torch.Tensor:
+    """A tensor in the place of another one, whose storage tells when nobody uses it any more."""
+    pages: Any = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
+    pages.host = host  # which keeps the addresses
+    return as_weight(torch.frombuffer(pages, dtype=torch.uint8), host)
+
+
+def _this_thread() -> tuple[int, int]:
+    """A fork may give a new thread the number of one that is gone."""
+    return os.getpid(), threading.get_ident()
 
 
 def packed_like(weight: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK
 
 from .bytes import copy_host_bytes, memory_of
-from .mapping import Descriptor, map_file
+from .mapping import Descriptor, map_file, written_pages
 from .pieces import Pieces
+
+# Bytes of a file that are compared with memory at a time.
+_COMPARED = 1 << 22
 
 
 class WeightFile:
@@ -148,6 +151,17 @@ class DriveBytes:
         if pages is None:
             raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
         return pages
+
+    def differ_from(self, mapping: torch.Tensor) -> bool:
+        """Whether a private mapping of them (uint8, equal sizes) was written, and has other bytes now.  Raises as
+        :meth:`read`."""
+        for begin, end in written_pages(mapping):
+            for part in mapping[begin:end].split(_COMPARED):
+                now = torch.empty_like(part)
+                self.file.read(now, self.offset + part.data_ptr() - mapping.data_ptr())
+                if not torch.equal(now, part):
+                    return True
+        return False
 
     def read_all(self) -> torch.Tensor:
         """Read them into new host memory."""

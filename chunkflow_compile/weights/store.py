@@ -21,7 +21,7 @@ class Store(Protocol):
     turn: tuple[int, int] | None
     counts: Counts
     peers: Any
-    exported: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]]
+    exported: list[tuple[weakref.ref[Any], weakref.ref[Any]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
 

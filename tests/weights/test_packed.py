@@ -308,8 +308,9 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     for m in (model, twin):
         m.get_parameter(NAME).add_(1)
     again[OTHER].zero_()
-    assert torch.equal(model.state_dict()[NAME], twin.state_dict()[NAME]) and same(model, twin)
-    assert torch.equal(model.state_dict()[OTHER], twin.state_dict()[OTHER])
+    twin.get_parameter(OTHER).zero_()
+    for kept in (state, again, model.state_dict()):
+        assert all(torch.equal(kept[n], v) for n, v in twin.state_dict().items()) and same(model, twin)
     torch.save(model.state_dict(), tmp_path / "state")
     save_file(model.state_dict(), tmp_path / "file")
     for saved in (torch.load(tmp_path / "state"), load_file(tmp_path / "file")):
@@ -322,9 +323,11 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert packed(model) == {*buffers(model)}
     for other in (model, *copies):
         assert same(other, twin)
-    del state, again, file, copies, other
+    del state, again, kept, file, copies, other
     gc.collect()
-    assert without_name() == before
+    placement: Any = placement_of(model)
+    placement.store.mark_exported_dirty()  # as the next call does
+    assert without_name() == before and all(held(b.host) == 0 for b in buffers(model).values())
     for change in (
         (drive, "_file_system", lambda folder: "tmpfs"),
         (drive.shutil, "disk_usage", lambda folder: os.statvfs(tmp_path / "gone")),
@@ -332,8 +335,11 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(*change)
             state = model.state_dict()
-            assert without_name() == before and all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+            assert all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
+            assert Path("/proc/self/maps").read_text().count("memfd:chunkflow-state") == len(packed(model))
             del state
+            placement.store.mark_exported_dirty()
+            assert without_name() == before
 
 
 def test_code_of_another_compiler_writes_it() -> None:
