@@ -325,8 +325,24 @@ def _compile_module(
     if type(module).forward.__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         module._compiled_call_impl = torch.compile(_calling(module), **more)
-    if opened and (call := module._compiled_call_impl) is not None:
-        module._compiled_call_impl = Opened(call)
+    call = module._compiled_call_impl
+    assert call is not None
+    module._compiled_call_impl = _eager_for_nested(module._call_impl, Opened(call) if opened else call)
+
+
+def _eager_for_nested(eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``eager`` instead of ``compiled`` with nested tensors in C++'s layout, which end the process in Dynamo's guards.
+
+    nn.TransformerEncoder, which is not compiled itself, makes one of its input if it is given a padding mask.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided:
+                return eager(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return called
 
 
 def _calling(module: nn.Module) -> FunctionType:

@@ -15,8 +15,9 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
@@ -39,7 +40,8 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Lowere
     options = {**({} if _needs_assertions(module, inductor) else dict.fromkeys(_ASSERTIONS, False)), **inductor}
     # Each region has a context of its own, for what AOTAutograd notes of a graph there.  Weights stay inputs, so Inductor
     # never takes memory of a slot for a buffer of its own.
-    with tracing(TracingContext(TracingContext.get().fake_mode)), _keyed_by_instructions(inputs):
+    mode = TracingContext.get().fake_mode
+    with tracing(TracingContext(mode)), _keyed_by_instructions(inputs), _without_floats_of_others(mode, module):
         region: LoweredRegion = compile_fx(copy.deepcopy(module), inputs, config_patches=options)  # type: ignore[assignment]
     return _direct(region, module)
 
@@ -114,6 +116,24 @@ def _only_computes(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
         return node.op == "call_function" and not node.target._schema.is_mutable
     return node.target is getitem or isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+@contextlib.contextmanager
+def _without_floats_of_others(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
+    """Hide the symbols of floats that a region does not use from AOTAutograd.
+
+    It has made tensors of the floats in the graph before that was cut.  It looks for them in each region again, and would
+    let Dynamo start anew, with the value of this call as a constant, for each that it does not find there.
+    """
+    hints: dict[Any, Any] = {} if mode is None or mode.shape_env is None else mode.shape_env.backed_var_to_val
+    used = symbols_of([node.meta.get("val") for node in module.graph.nodes])
+    hidden = {s: v for s, v in hints.items() if symbol_is_type(s, SymT.FLOAT) and s.name not in used}
+    for symbol in hidden:
+        del hints[symbol]
+    try:
+        yield
+    finally:
+        hints.update(hidden)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping
+from subprocess import SubprocessError
 from typing import Any, Literal
 
 import torch
+from torch._inductor.compile_worker.subproc_pool import SubprocException
+from torch._inductor.exc import CppCompileError
 from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.hardware.caches import compile_cache, remove_torn, settle
@@ -20,6 +23,9 @@ from .inductor import through_inductor
 from .tensorrt import through_tensorrt
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
+
+# Also those of compilers, which write their own messages, and of Inductor's processes, which pass on text alone.
+_ERRORS_OF_FILES = (OSError, ImportError, SubprocessError, CppCompileError, SubprocException)
 
 
 def lower_regions(
@@ -54,14 +60,26 @@ def lower_regions(
 
 
 def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
-    """Through Inductor, in another folder if its own cannot be written any more, or without what was written in part."""
+    """Lower through Inductor; once more if its folder failed, in another folder or without libraries that were written in
+    part."""
     try:
         return through_inductor(module, inductor)
     except Exception as error:
+        if not _is_of_files(error):
+            raise
         before = compile_cache().path
         if settle(full=os.strerror(errno.ENOSPC) in str(error)).path == before and not remove_torn():
             raise
         return through_inductor(module, inductor)
+
+
+def _is_of_files(error: BaseException | None) -> bool:
+    """Whether a file could not be written, compiled or loaded.  Inductor's other errors recur in every folder."""
+    while error is not None:
+        if isinstance(error, _ERRORS_OF_FILES):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return False
 
 
 def _named_by_place(module: GraphModule) -> GraphModule:

@@ -224,7 +224,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shared(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
     """The memory that several outputs lie in, as bytes, by the address of the storage: copies of them share memory, too."""
-    tensors = [o for o in outputs if isinstance(o, torch.Tensor) and not (o.is_conj() or o.is_neg())]
+    tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     counts = Counter(storage._cdata for storage in storages)
     several = {storage._cdata: storage for storage in storages if counts[storage._cdata] > 1}
@@ -232,13 +232,28 @@ def _shared(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 
 def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """A copy of an output.  ``copies``: of the memory that several lie in."""
+    """A copy of an output, with its strides and lazy bits: they are guarded in compiled code that it is passed to.
+
+    ``copies``: of the memory that several lie in.
+    """
     if not isinstance(output, torch.Tensor):
         return output
-    if (memory := copies.get(output.untyped_storage()._cdata)) is None or output.is_conj() or output.is_neg():
-        return output.clone()
+    if output.is_conj():
+        return _copy(output.conj(), copies).conj()
+    if output.is_neg():
+        return torch._neg_view(_copy(torch._neg_view(output), copies))
+    if (memory := copies.get(output.untyped_storage()._cdata)) is None:
+        return _span(output).clone().as_strided(output.shape, output.stride())
     copy = torch.empty(0, dtype=output.dtype, device=output.device)
     return copy.set_(memory.untyped_storage(), output.storage_offset(), output.shape, output.stride())
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from the first element of a tensor to its last, what lies between its elements included."""
+    if not tensor.numel():
+        return tensor.reshape(0)
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((steps + 1,), (1,))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

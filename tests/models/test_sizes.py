@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -247,8 +249,16 @@ def test_levels_of_a_decoder() -> None:
     assert decode(lowering="eager") == [2, 3, 3, 3]
 
 
-def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """They are compiled for each size, and not tried on symbols again, unless a thread has begun before another failed."""
+def test_levels_that_inductor_fails_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each level is tried on symbols once, and is then compiled for each size.
+
+    A library that a killed process has left in the compile cache is no reason to try again.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (torn := tmp_path / "torn.so").write_bytes(b"\x7fELF")
+    os.utime(torn, (0, 0))
     tried: list[bool] = []
 
     def lowered(module: Any, _: Any) -> Any:
@@ -263,4 +273,4 @@ def test_levels_that_inductor_fails_on(monkeypatch: pytest.MonkeyPatch, caplog: 
         assert decode() == [2, 4, 6, 8]
     (said, *rest) = [r.getMessage() for r in caplog.records if "each size" in r.getMessage()]
     assert "blocks.0.scale" in said and "Inductor fails on symbols, InductorError: ValueError: no symbols here" in said
-    assert len(rest) == 1 and 2 <= tried.count(True) <= 4
+    assert len(rest) == 1 and tried.count(True) == 2

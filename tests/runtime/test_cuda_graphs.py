@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from clocks import OwnClock
 from conftest import OPTIONS, WRAPS
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, FakeEvent
 from fake_graphs import FakeGraph
-from helpers import Stack, UlyssesStack, twins
+from helpers import Stack, UlyssesStack, graphs, twins
 from torch import nn
 
 from chunkflow_compile import cycles, explain, programs, replan, restore
@@ -267,6 +267,56 @@ def test_outputs_share_memory_as_they_do_op_by_op(no_grad: None) -> None:
         got[0].mul_(2)
         assert torch.equal(got[1], 2 * expected[1]) and got[1].stride() == expected[1].stride()
     assert log_of(model).launches == 3
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every other column": lambda y: y[:, ::2],
+    "an expanded row": lambda y: y[0].expand(3, 8),
+    "windows that overlap": lambda y: y.unfold(0, 3, 1),
+    "a part of a transposed tensor": lambda y: y.t()[2:5, 1:],
+    "nothing": lambda y: y[:0, ::2],
+    "a lazy conjugate": lambda y: torch.complex(y, 2 * y).conj()[:, ::2],
+    "a lazy negative": lambda y: torch.complex(y, 2 * y).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_an_output_keeps_its_strides(name: str, no_grad: None) -> None:
+    """Op by op and as a graph.  Code after a graph break is guarded for them, and is not compiled again."""
+
+    class Viewed(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return VIEWS[name](super().forward(x))
+
+    model, twin, run = compiled(FakeCuda(), lambda: Viewed(4))
+    after = torch.compile(lambda y: y + 1, backend="eager", dynamic=False)
+    made = []
+    for _ in range(PASSES + 2):
+        x = torch.randn(16, 8)
+        got, expected = run(x), twin(x)
+        assert torch.equal(got, expected) and torch.equal(after(got), expected + 1)
+        made.append((got.stride(), got.is_conj(), got.is_neg(), graphs()))
+    assert log_of(model).launches == 2 and made == [(*made[0][:3], 2)] * len(made)
+    assert name == "a lazy negative" or made[0][:3] == (expected.stride(), expected.is_conj(), expected.is_neg())
+
+
+def test_a_write_waits_for_the_launch(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a launch are on no stream of the device; the event after it is the last one that compute has recorded."""
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda)
+    sized(model, twin, run, [16], PASSES)
+    awaited, recorded = list[FakeEvent](), list[FakeEvent]()
+    wait, record = FakeEvent.synchronize, FakeEvent.record
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda self: (awaited.append(self), wait(self))[1])
+    monkeypatch.setattr(FakeEvent, "record", lambda self, stream: (recorded.append(self), record(self, stream))[1])
+    replay = FakeGraph.replay
+    monkeypatch.setattr(FakeGraph, "replay", lambda self: (replay(self), recorded.clear())[0])
+    sized(model, twin, run, [16], 2)
+    assert log_of(model).launches == 2 and recorded and not {*recorded} & {*awaited}
+    for m in (model, twin):
+        m.blocks[1].up.weight.mul_(1.5)
+    assert {*recorded} & {*awaited}
+    sized(model, twin, run, [16], 1)
 
 
 def test_graphs_that_do_not_last_are_recorded_no_more(no_grad: None) -> None:
