@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -254,7 +255,8 @@ def _show_progress(model: nn.Module, progress: CompileProgress) -> None:
 
     def shown(*args: Any, **kwargs: Any) -> Any:
         mine: Any = seen()
-        with progress:
+        placement = placement_of(mine)
+        with progress, contextlib.nullcontext() if placement is None else placement.store.first_call():
             return (called or mine._call_impl)(*args, **kwargs)
 
     model._compiled_call_impl = shown
