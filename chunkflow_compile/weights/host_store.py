@@ -210,11 +210,10 @@ class HostStore:
         for buffer in dict.fromkeys(ref() for _, ref in exported):
             if buffer is None:
                 continue
-            unwritten = buffer.keeps_pieces or isinstance(buffer.source_now, Pieces)
+            pieces = buffer.pieces if buffer.keeps_pieces else buffer.source_now
             buffer.written += 1
-            buffer.keeps_pieces = unwritten and buffer in in_use
-            pieces, peers = buffer.pieces, self.peers
-            if unwritten and buffer not in in_use and None not in (pieces, peers) and peers.same(buffer, pieces):
+            buffer.keeps_pieces = isinstance(pieces, Pieces) and buffer in in_use
+            if buffer not in in_use and isinstance(pieces, Pieces) and self.peers and self.peers.same(buffer, pieces):
                 buffer.pieces = replace(pieces, version=buffer.version)
         if self.exported and not self._warned_of_exported:
             self._warned_of_exported = True

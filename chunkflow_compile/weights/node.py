@@ -84,7 +84,7 @@ class Node:
         self._open = True
         self._round = 0
         self._said = _NOTHING  # this rank's record of the round
-        self._told = 0  # the id of the error that the other ranks know
+        self._told: BaseException | None = None  # the error on its way out of this rank that the others know
         self._busy = False
 
     @property
@@ -126,7 +126,7 @@ class Node:
         """Let the other ranks raise ``error``, in this round or, if that is decided, in the next.  Does not wait for them."""
         if not self.meets or self._knows(error):
             return
-        self._told = id(error)
+        self._told = error
         with self._reached():
             self._pass_known_failure()
             ours = json.dumps((_FAILED, {self.rank: _cause(error)}))
@@ -151,7 +151,7 @@ class Node:
         if not self.meets or self._busy:
             yield
             return
-        self._busy, self._told = True, 0
+        self._busy = True
         try:
             with self._reached():
                 self._store.set(f"busy/{self.rank}", "1")
@@ -164,7 +164,7 @@ class Node:
                     self.fail(error) if self._said == _VALUE else self._say(_FAILED, _cause(error))
             raise
         finally:
-            self._busy = False
+            self._busy, self._told = False, None
             if self.meets:
                 with contextlib.suppress(ChunkflowError), self._reached():
                     self._store.set(f"busy/{self.rank}", "")
@@ -201,7 +201,7 @@ class Node:
     def _knows(self, error: BaseException | None) -> bool:
         """Whether the other ranks know why an error is raised."""
         while error is not None:
-            if isinstance(error, RankFailed | Left) or id(error) == self._told:
+            if isinstance(error, RankFailed | Left) or error is self._told:
                 return True
             error = error.__cause__ or error.__context__
         return False
@@ -213,6 +213,7 @@ class Node:
                 f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "
                 "weights need here: call chunkflow_compile.restore(model) in it, or start it before the model is placed."
             )
+        self._told = None
         while self._open:
             with self._reached():
                 self._pass_known_failure()
@@ -436,6 +437,8 @@ def _ended(task: str, rank: int, why: str) -> RankFailed:
 def _cause(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
+    if (inner := getattr(error, "inner_exception", None)) is not None:  # of a failed compilation
+        return _cause(inner)
     return str(error) if isinstance(error, ChunkflowError) else first_line(error)
 
 

@@ -1,7 +1,7 @@
 """Peers: the ranks of a node that keep a piece of each weight on their devices, from which the others pull.
 
 The ranks shard the weights of a program together, when its first call starts on each of them: each says which weights its
-plan wants, or why it cannot go on, and all shard the same weights.  After that, no rank waits for another because of a weight.
+plan wants, or why it cannot go on, and all shard the same ones.  After that, no rank waits for another because of a weight.
 Pieces on host devices are shared memory; torch hands memory of a GPU to other processes, and keeps it until all of them have
 dropped it.
 """
@@ -59,6 +59,7 @@ class Peers:
         self.place = node.ranks.index(node.rank)
         self.ranks = len(node.ranks)
         self.pending = {*names}
+        self._warned_of_plans = False
         if device.type == "cuda":
             self._check_access()
         node.task = "sharded across the ranks"
@@ -67,8 +68,10 @@ class Peers:
     def connect(
         group: Group, device: torch.device, weights: Mapping[str, str], asks: Mapping[str, Any] | None = None
     ) -> Peers:
-        """All ranks of the group call it.  ``weights``: name -> dtype and shape of those that they place.  ``asks``: the arguments
-        of ``offload`` that all ranks must pass alike.
+        """All ranks of the group call it.
+
+        ``weights``: name -> dtype and shape of those that they place.  ``asks``: the arguments of ``offload`` that all ranks
+        must pass alike.
 
         Raises ChunkflowError if one does not call it, or names other weights, or if they are not all on this machine.
         """
@@ -169,10 +172,11 @@ class Peers:
         by_all = {name for name in shared if all(each[name][1] for each in found)}
         differ = {name for name in by_all if len({each[name][0] for each in found}) > 1}
         wants = {rank: sum(wanted for _, wanted in each.values()) for rank, each in zip(ranks, found, strict=True)}
-        if max(wants.values()) > len(by_all):
+        if max(wants.values()) > len(by_all) and not self._warned_of_plans:
+            self._warned_of_plans = True
             _log.warning(
                 "The plans of the ranks shard different weights of the %s from %s on (%s), so the ranks shard the %s that "
-                "all plans shard. Plans differ with the sizes of the inputs, and with the options",
+                "all plans shard. Plans differ with the sizes of the inputs, and with the options. Other parts are not named",
                 len(buffers),
                 buffers[0].name,
                 ", ".join(f"rank {rank}: {count}" for rank, count in wants.items()),
