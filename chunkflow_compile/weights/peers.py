@@ -17,6 +17,8 @@ import logging
 import mmap
 import os
 import re
+import threading
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +33,9 @@ from .bytes import flat_bytes
 from .groups import Group, numbers
 from .host_buffer import HostBuffer
 from .mapping import Descriptor, map_file, memory_file
-from .node import Left, Node, rendezvous
+from .node import Node, rendezvous
 from .pieces import Pieces
+from .rounds import Left
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class Peers:
         self.ranks = len(node.ranks)
         self.pending = {*names}
         self._warned_of_plans = False
+        weakref.finalize(self, _leave, node, self.pending).atexit = False
         if device.type == "cuda":
             self._check_access()
         node.task = "sharded across the ranks"
@@ -296,6 +300,17 @@ def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
     if pages is None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return pages[:nbytes]
+
+
+def _leave(node: Node, pending: set[str]) -> None:
+    """Tell the other ranks that this one has dropped its model.  On a thread, because the collector may run anywhere."""
+
+    def leave() -> None:
+        with contextlib.suppress(ChunkflowError):
+            node.leave("has dropped its model")
+
+    if pending and node.meets:
+        threading.Thread(target=leave, name="chunkflow-leave").start()
 
 
 # What a rank says of GPU memory that others open, by the parameters of torch's rebuild_cuda_tensor.

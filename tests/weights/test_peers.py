@@ -158,7 +158,7 @@ def test_after_a_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         peers, buffers = Peers(node, CPU), [HostBuffer(w, name=f"w{i}") for i, w in enumerate(weights(0))]
         for _ in range(2):
             with pytest.raises(
-                ChunkflowError, match="not sharded across the ranks, because rank [01] failed: A piece of 5"
+                ChunkflowError, match=r"not sharded across the ranks, because rank [01] failed: A piece of 5"
             ):
                 peers.shard(buffers, buffers)
         with pytest.MonkeyPatch.context() as patch:
