@@ -93,8 +93,6 @@ class Hardware:
     """Bytes/s between the device and that cache."""
     kernel_s: float = 0.0
     """Seconds from the end of a kernel to the start of the next one."""
-    memory_bytes: int = 0
-    """Bytes of the device's own memory, 0 if that is not known.  Plans do not go by it: a budget does."""
     node_ranks: int = 0
     """Ranks of a node, 0 if all ranks are on one.  Those of several nodes also exchange over the links between nodes."""
     node_bandwidth: float = 25e9
@@ -123,7 +121,8 @@ class Hardware:
     cards: tuple[str, ...] = ()
     """The cards that this is the profile of, as their drivers name them."""
     memory_bytes: int = 0
-    """Bytes of the device's memory by its data sheet, or as its driver reports them; 0 if unknown, as for a CPU."""
+    """Bytes of the device's memory by its data sheet, or as its driver reports them; 0 if unknown, as for a CPU.  A plan goes by the
+    budget, not by this."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """The link to emulate while programs run; None to use the machine's own."""
@@ -308,7 +307,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "memory_bytes": (0, 1e13),
     "cache_bandwidth": (1e8, 1e15),
     "memory_bandwidth": (1e8, 1e14),
-    "memory_bytes": (0, 1e13),
     "h2d_bandwidth": (1e6, 1e13),
     "eta_pref": (0.01, 1),
     "launch_s": (0, 0.1),

@@ -205,7 +205,8 @@ class Turns:
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
             buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
-            buffer.to_deal = name in code.on_peers and buffer.pieces is None
+            if (peers := buffer.store.peers) is not None and name in code.on_peers and buffer.pieces is None:
+                peers.pending.add(buffer.name)
         self._current.code = code
 
     def _hold_pace(self) -> LinkLoad | None:

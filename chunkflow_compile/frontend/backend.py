@@ -6,6 +6,7 @@ rewrites and verifies the ATen graph; lowers its regions.  Weights move at the f
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import weakref
@@ -120,7 +121,10 @@ def chunkflow(
     that torch has split into the buckets of DistributedDataParallel, or a memory budget below the least possible.
     """
     try:
-        return _lowered(graph, example_inputs, options, mode)
+        with contextlib.ExitStack() as calls:
+            for store in {buffer.store: None for value in example_inputs if (buffer := buffer_of(value)) is not None}:
+                calls.enter_context(store.first_call())
+            return _lowered(graph, example_inputs, options, mode)
     except ChunkflowError as error:
         raise CompilationError(chunkflow, error, inspect.currentframe()) from error
 
@@ -358,7 +362,7 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuf
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
     others = set(placement.store.buffers) - set(buffers.values())
-    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.to_deal or b.pieces is not None)
+    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.pieces is not None)
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

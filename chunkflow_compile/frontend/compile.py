@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -291,7 +292,8 @@ class Shown:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
-        with self._progress:
+        placement = placement_of(model)
+        with self._progress, contextlib.nullcontext() if placement is None else placement.store.first_call():
             return (self._called or model._call_impl)(*args, **kwargs)
 
 

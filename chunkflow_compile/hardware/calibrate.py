@@ -189,11 +189,9 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     yield "memory_bandwidth", rate, "a pointwise kernel, read and written"
     yield "eta_memory", 1.0, "1: the bandwidth is measured, not nominal"
     card = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
-    yield "memory_bytes", 0 if card is None else card.total_memory, "as the driver says; none of its own on a CPU"
+    yield "memory_bytes", 0 if card is None else card.total_memory, "its driver; 0 on a CPU"
     cache = 0 if card is None else card.L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
-    total = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
-    yield "memory_bytes", total, "as the driver says"
     inside = cache_rate(source[: cache // 16], partial(_in_a_row, device)) if cache else rate
     how = "pointwise kernels in a row on a quarter of the cache, less their starts"
     yield "cache_bandwidth", max(rate, inside), how

@@ -28,7 +28,7 @@ from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import take
 
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
-from .together import ROUNDS_BESIDE, all_to_all, joined, rank_device, rounds
+from .together import ROUNDS_BESIDE, all_to_all, gathered, joined, rank_device, rounds
 
 # Bytes of the weight that is pulled: enough that none are in a cache when their turn comes again.
 _WEIGHT = 256 * MIB
@@ -74,7 +74,7 @@ def measure_pulls(
         exchange = all_to_all(device, _EXCHANGED, ranks, port) if exchanges else None
         found: Pulls | str
         try:
-            with _dealt(device) as pieces:
+            with _sharded(device) as pieces:
                 found = pulls_of(device, pieces, port, exchange)
         except ChunkflowError as error:  # on all ranks, as they say why to each other
             found = str(error)
@@ -83,14 +83,14 @@ def measure_pulls(
 
 
 @contextlib.contextmanager
-def _dealt(device: torch.device) -> Iterator[Pieces]:
+def _sharded(device: torch.device) -> Iterator[Pieces]:
     """A weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all of them, if they cannot pull."""
     group = group_of()
     assert group is not None
-    peers = Peers.meet(group, device, [("pulled", _WEIGHT)])
+    peers = Peers.connect(group, device, {"pulled": f"{_WEIGHT} bytes"})
     try:
         buffer = HostBuffer(torch.ones(_WEIGHT, dtype=torch.uint8), name="pulled")
-        peers.deal([buffer])
+        peers.shard([buffer], {buffer})
         assert buffer.pieces is not None  # all ranks have ones
         yield buffer.pieces
     finally:
@@ -117,9 +117,7 @@ def pulls_of(
         contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, pull)
         factors = [factor(*pair) for pair in zip(contended_s, uncontended_s, strict=True)]
     factors.append(compute_slowdown(device, meet=dist.barrier, copy=pull))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, factors)
-    *beside, compute = map(max, zip(*everyone, strict=True))
+    *beside, compute = map(max, zip(*gathered(device, factors), strict=True))
     return Pulls(
         seconds=statistics.median(map(max, found)) / calls,
         nbytes=pieces.numel() / len(chunks),

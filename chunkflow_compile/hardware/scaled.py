@@ -77,7 +77,6 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         like,
         name=f"scaled for {properties.name}",
         cards=(),
-        memory_bytes=properties.total_memory,
         gemm_flops={dtype: faster * rate for dtype, rate in like.gemm_flops.items()},
         attention_flops={kernel: faster * rate for kernel, rate in like.attention_flops.items()},
         memory_bandwidth=memory or like.memory_bandwidth,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -48,9 +48,15 @@ def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iter
         watch = Stopwatch(device)
         for _ in range(calls):
             copy()
-        mine, everyone = watch.stop(), [0.0] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        yield everyone
+        yield [seconds for (seconds,) in gathered(device, [watch.stop()])]
+
+
+def gathered(device: torch.device, mine: Sequence[float]) -> list[list[float]]:
+    """The numbers of all ranks, as many of each, by rank."""
+    values = torch.tensor(mine, dtype=torch.float64, device=device if dist.get_backend() == "nccl" else "cpu")
+    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, values)
+    return [each.tolist() for each in everyone]
 
 
 def all_to_all(device: torch.device, size: int, ranks: int, port: Port | None = None) -> Callable[[], object]:

@@ -116,25 +116,26 @@ def offload(
             if waiting is not None:
                 report_absence(waiting, error)
         raise
-    node = node_of(share, target)
+    asks = {"peers": peers, "share": group_to_share_in(share, target) is not None}
+    node = node_of(share, target, asks)
     with contextlib.nullcontext() if node is None else node:
-        dealt = [(names[0], weight.numel() * dtype_of(names[0], weight).itemsize) for names, weight in weights]
-        meeting = None if group is None else Peers.meet(group, target, dealt)
+        together = None
+        if group is not None:
+            kinds = {names[0]: f"{dtype_of(names[0], weight)} {[*weight.shape]}" for names, weight in weights}
+            together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type})
         placement = Placement.on(root, target, min_bytes)
         placement.store.bound, placement.pack = bound, pack
-        placement.store.peers, placement.peers = meeting, peers
+        placement.store.peers, placement.peers = together, peers
         with compile_lock:
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
-            for buffer in placement.store.buffers:
-                buffer.to_deal = meeting is not None
             if filled:  # each rank writes its own
                 placement.move(filled, dtype_of)
     try:
         placement.carry(named_leaves(root), dtype_of)
         align(root)
-    except BaseException:
-        placement.undo()
+    except BaseException as error:
+        placement.undo(error=error)
         raise
     return model
 

@@ -173,7 +173,7 @@ class Placement:
                 if loader is not None:
                     loader.close(error)
                 try:
-                    self.undo(failed=True)
+                    self.undo(error=error)
                 except ChunkflowError as other:  # no reason to hide the first
                     _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
@@ -216,14 +216,14 @@ class Placement:
                 elif mappings is not None and mappings.part(tensor.data) is not None:
                     tensor.data = tensor.data.clone()
 
-    def undo(self, device: torch.device | None = None, failed: bool = False) -> None:
+    def undo(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
         """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement.
 
-        ``failed``: whether that is because its weights could not be moved.
+        ``error``: why its weights could not be moved, if that is the reason.
         """
         with compile_lock, self.lock():  # no other thread may trace hooks while they are removed
             self.free()
-            self.store.release(device, failed)
+            self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._carried}
             everything = [(t, device) for t in leaves_of(self.root) if device is not None]
             with torch.no_grad():

@@ -6,9 +6,10 @@ keeps a weak reference to a program for each, which belongs to its model's place
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,7 +134,7 @@ class CompiledGraph:
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
-        with self._lock():
+        with self._lock(), _awaited(parameters):
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
                 self.codes.plan(inputs, self._changed(parameters))
                 self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
@@ -143,11 +144,12 @@ class CompiledGraph:
                         del self._programs[key]
 
     def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        current = self._current_code(parameters, key[2])
+        with _awaited(parameters):
+            current = self._current_code(parameters, key[2])
         if stale is not None:
             stale.close()
         try:
-            with dynamo_timed("chunkflow.bind"):
+            with dynamo_timed("chunkflow.bind"), _awaited(parameters):
                 fresh = self._place(
                     parameters,
                     current.code.program.offloaded,
@@ -205,27 +207,36 @@ class CompiledGraph:
                 buffer.unpack()
             if buffer.is_packed or (name in wanted and buffer.packable and buffer.pack()):
                 forms.add(name)
-        dealt = _dealt(parameters, current.code.on_peers)
-        form = {"pack": frozenset(forms), "peers": dealt}
+        form = {"pack": frozenset(forms), "peers": _shard_across_peers(parameters, current.code.on_peers)}
         if form != {"pack": current.code.packed, "peers": current.code.on_peers}:
             current.code = self.codes.code(sizes, {**self._changed(parameters), **form})
         return current
 
 
-def _dealt(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> frozenset[str]:
-    """The names of the weights on the devices of the ranks, to which those ``wanted`` are dealt out first.
+def _shard_across_peers(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> frozenset[str]:
+    """Shard the weights ``wanted`` across the peers of their models, if that is still to do; return the names of all sharded.
 
-    All ranks come here in the same order, with the weights that they placed together, and meet also if one wants none of
-    them.  After that no rank comes back to wait: not for those that it did not want, nor for a weight that came later.
+    All ranks come here in the same order, with the weights that they placed together, also if one wants none of them.  After
+    that no rank comes back to wait: not for those that it did not want, nor for a weight that came later.
     """
     buffers = {name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None}
-    todo = {name: buffer for name, buffer in buffers.items() if buffer.to_deal}
-    for peers in dict.fromkeys(buffer.store.peers for buffer in todo.values()):
-        if peers is not None:
-            peers.deal([b for name, b in todo.items() if name in wanted and b.store.peers is peers])
-    for buffer in todo.values():
-        buffer.to_deal = False
+    for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
+        todo = {
+            n: b for n, b in buffers.items() if b.store.peers is peers and peers is not None and b.name in peers.pending
+        }
+        if todo:
+            peers.shard([*todo.values()], {buffer for name, buffer in todo.items() if name in wanted})
     return frozenset(name for name, buffer in buffers.items() if buffer.pieces is not None)
+
+
+@contextlib.contextmanager
+def _awaited(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Around what comes before weights are sharded: the other ranks wait for it, and raise what it raises."""
+    stores = dict.fromkeys(buffer.store for p in parameters.values() if (buffer := buffer_of(p)) is not None)
+    with contextlib.ExitStack() as calls:
+        for store in stores:
+            calls.enter_context(store.first_call())
+        yield
 
 
 def _started(call: Call, arena: Arena) -> Solo:

@@ -31,6 +31,10 @@ _WITHDRAWN = "null"
 _REAL = ("gloo", "nccl")
 
 
+class StoreEnded(ChunkflowError):
+    """Raised where the store of a process group cannot be reached."""
+
+
 @dataclass(frozen=True)
 class Group:
     """A process group of several ranks: its store, this rank of it, all of its ranks, and how long it waits for one."""
@@ -51,7 +55,7 @@ class Group:
         Each rank posts the same as ``what`` in the same order; the n-th values belong together.
         Raises ChunkflowError if the store cannot be reached.
         """
-        with _reached():
+        with reached():
             place = f"{self.key}/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
             key = f"{place}/{self.store.add(f'{place}/count/{self.rank}', 1)}"
             self.store.set(f"{key}/{self.rank}", json.dumps(value))
@@ -66,7 +70,7 @@ class Group:
         to it.  Raises as :meth:`post`.
         """
         keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
-        with _reached():
+        with reached():
             while missing := self.missing(values := self._values(keys)):
                 if time.monotonic() >= deadline:
                     break
@@ -90,12 +94,12 @@ class Group:
 
 
 @contextlib.contextmanager
-def _reached() -> Iterator[None]:
+def reached() -> Iterator[None]:
     """Around calls of a store."""
     try:
         yield
     except RuntimeError as error:
-        raise ChunkflowError(
+        raise StoreEnded(
             f"The store of the process group cannot be reached ({first_line(error)}). Look at the errors of the other ranks, "
             "and start all of them again."
         ) from error

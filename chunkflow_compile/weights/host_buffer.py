@@ -20,7 +20,8 @@ that gets other memory (``p.data = ...``) gets another HostBuffer.
 
 Copies of the values, none of which is written by anybody but its maker:
 
-* on the devices of the ranks of a node, a piece on each (``pieces``), until the weight is written on this rank;
+* on the devices of the ranks of a node, a piece on each (``pieces``), until the weight is written on this rank; not read
+  while a tensor of a state_dict may write it;
 * on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
   step;
 * in an op outside programs, one for that op; of a packed weight also on the CPU;
@@ -70,8 +71,8 @@ class HostBuffer:
     ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
     tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
     gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
-    any other.  ``pieces``: those that were dealt to the ranks of a node, None for none; ``to_deal``: whether these
-    ranks still meet for that, when the first program starts on it.
+    any other.  ``pieces``: those on the devices of the ranks of a node, or None.  ``keeps_pieces``: whether they stay while a
+    tensor of a state_dict has the memory, which may write it; copies do not read them then.
     ``is_packed``: whether ``packed`` has the values; ``packable``: whether :meth:`pack` may pack them, which have whole pages
     of their own then.
     """
@@ -84,7 +85,7 @@ class HostBuffer:
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
         self.pieces: Pieces | None = None
-        self.to_deal = False
+        self.keeps_pieces = False
         self._backing = Backing(host) if backing is None else backing  # only _back changes it
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
@@ -121,7 +122,7 @@ class HostBuffer:
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
-        self._store, self.pieces, self.to_deal = None, None, False
+        self._store, self.pieces = None, None
         if (life := self.life) is not None:
             del life.in_store
 
@@ -196,7 +197,8 @@ class HostBuffer:
         """The same, unless the weight was written unseen.  What was written is no longer what the pieces have."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
-        self.pieces = None
+        if not self.keeps_pieces:
+            self.pieces = None
         return self.drive or flat_bytes(self.stored)
 
     @property

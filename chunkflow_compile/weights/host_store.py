@@ -155,14 +155,17 @@ class HostStore:
         self._total += 0 if buffer in self._buffers else host.nbytes
         self._buffers[buffer] = None
 
-    def release(self, device: torch.device | None = None, failed: bool = False) -> None:
+    def release(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
         """Give every parameter its bytes back, on the device that it came from or on ``device``.  Those that the model no
         longer has stay in host memory.
 
-        ``failed``: whether the move has; then shared memory that cannot become a rank's own stays until it is written.
+        ``error``: why the move has failed, if it has; then shared memory that cannot become a rank's own stays until it is
+        written.
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         self._pending.clear()
+        if self.peers is not None and error is not None:
+            self.peers.close(error)
         buffers = self._kept()
         held = () if self.root is None else leaves_of(self.root)
         weights = dict[HostBuffer, HostWeight]()
@@ -175,7 +178,9 @@ class HostStore:
             for buffer in reversed(buffers):
                 if (weight := weights.get(buffer)) is not None:
                     target = device or buffer.origin
-                    if failed and target.type == "cpu":  # there may be no room, which may be why the move has failed
+                    if (
+                        error is not None and target.type == "cpu"
+                    ):  # there may be no room, which may be why the move has failed
                         if buffer.is_packed:
                             buffer.unpack(leaves=True, lazily=True)
                         elif buffer.where is Where.SHARED:
@@ -188,7 +193,7 @@ class HostStore:
                 moved(buffer.nbytes)
             self._buffers.clear()
         if self.peers is not None:
-            self.peers.close()
+            self.peers.close(error)
             self.peers = None
 
     def mark_exported_dirty(self) -> None:
@@ -196,11 +201,13 @@ class HostStore:
         kernel tells that nobody has written it, see :meth:`HostBuffer.settle`.
 
         A pointer, a NumPy array or a collective may have written it, and no version tells.  Warns once of those that are
-        still in use.  One that is no longer, as after a model was saved, keeps its pieces if they have its values.
+        still in use.  When none is any more, as after a model was saved, the weight has its pieces again if these have its
+        values.
         Raises ChunkflowError if there is no memory for what was written.
         """
         todo, self.exported = self.exported, []
         kept, slow = {}, False
+        pieces: dict[HostBuffer, object] = {}  # of the buffers whose pieces have to be looked at again
         try:
             while todo:
                 lent, ref = todo[-1]
@@ -208,17 +215,21 @@ class HostStore:
                     user = lent()  # asked first: nobody else writes it afterwards
                     if user is None and buffer.is_lent:
                         user = buffer
-                    pieces = buffer.source_now
+                    before = buffer.pieces if buffer.keeps_pieces else buffer.source_now
                     changed = buffer.settle()
                     if user is not None:
                         kept[id(buffer), id(user)] = lent, ref
                         slow |= changed and not buffer.is_packed
-                    elif changed and isinstance(pieces, Pieces) and self.peers is not None:
-                        if self.peers.same(buffer, pieces):
-                            buffer.pieces = replace(pieces, version=buffer.version)
+                    if changed or buffer.keeps_pieces:
+                        pieces.setdefault(buffer, before)
                 todo.pop()
         finally:
             self.exported += [*todo, *kept.values()]
+        in_use = {ref() for _, ref in self.exported}
+        for buffer, before in pieces.items():
+            buffer.keeps_pieces = isinstance(before, Pieces) and buffer in in_use
+            if isinstance(before, Pieces) and buffer not in in_use and self.peers and self.peers.same(buffer, before):
+                buffer.pieces = replace(before, version=buffer.version)
         if slow and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(
@@ -237,6 +248,11 @@ class HostStore:
         finally:
             self.warned = warned
             self._meant += self.counts.fetched_bytes - fetched
+
+    def first_call(self) -> AbstractContextManager[None]:
+        """Around a call of the model or of a part: while weights are to be sharded, the other ranks wait for it, and raise
+        what it raises."""
+        return contextlib.nullcontext() if self.peers is None else self.peers.first_call()
 
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""

@@ -1,24 +1,29 @@
-"""Peers: the ranks of a node that keep a piece of each weight on their devices, where the others pull from.
+"""Peers: the ranks of a node that keep a piece of each weight on their devices, from which the others pull.
 
-All of them deal out the same weights in the same order; after that, none waits for another because of a weight.  Host devices
-have shared memory for a piece; torch hands memory of a GPU to other processes, and keeps it until all have dropped it.
+The ranks shard the weights of a program together, when its first call starts on each of them: each says which weights its
+plan wants, or why it cannot go on, and all shard the same ones.  After that, no rank waits for another because of a weight.
+Pieces on host devices are shared memory; torch hands memory of a GPU to other processes, and keeps it until all of them have
+dropped it.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
+import contextlib
 import ctypes
-import hashlib
 import inspect
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.reduction import ForkingPickler
+import re
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pieces import Part, parts, piece_bytes
@@ -30,29 +35,51 @@ from .host_buffer import HostBuffer
 from .mapping import Descriptor, map_file, memory_file
 from .node import Node, rendezvous
 from .pieces import Pieces
+from .rounds import Left
 
 _log = logging.getLogger(__name__)
 
+# The ranks call a model for the first time at about the same time: loading and encoding take them about as long.  One that
+# comes later, and is not known to compile, may have another request or none, and the others go on without pieces.
+_PATIENCE_S = 60.0
+# Bytes of what a rank says of its GPU memory, at most: a handle of CUDA has 64, or more for memory in expandable segments.
+_HANDLE = 4096
+# The name of the shared memory in which torch counts the users of a GPU's memory.
+_COUNTER = re.compile(rb"/torch_\d+_\d+_\d+")
+
 
 class Peers:
-    """The ranks that keep pieces for each other.  ``place``: of this one among them.  ``ranks``: how many they are."""
+    """The ranks that keep pieces for each other.
 
-    def __init__(self, node: Node, device: torch.device) -> None:
-        """Raises ChunkflowError if a GPU cannot read the memory of another's."""
+    ``place``: of this one among them.  ``ranks``: their number.  ``pending``: names of the weights that all ranks have placed
+    and that no program has used so far, whose turn to be sharded is still to come.
+    """
+
+    def __init__(self, node: Node, device: torch.device, names: Iterable[str] = ()) -> None:
+        """``names``: of the weights that all ranks place.  Raises ChunkflowError if a GPU cannot read another's memory."""
         self._node = node
         self._device = device
         self.place = node.ranks.index(node.rank)
         self.ranks = len(node.ranks)
+        self.pending = {*names}
+        self._warned_of_plans = False
+        weakref.finalize(self, _leave, node, self.pending).atexit = False
         if device.type == "cuda":
             self._check_access()
+        node.task = "sharded across the ranks"
 
     @staticmethod
-    def meet(group: Group, device: torch.device, weights: Sequence[tuple[str, int]]) -> Peers:
-        """All ranks of the group call it.  ``weights``: names and bytes of those that they place.
+    def connect(
+        group: Group, device: torch.device, weights: Mapping[str, str], asks: Mapping[str, Any] | None = None
+    ) -> Peers:
+        """All ranks of the group call it.
+
+        ``weights``: name -> dtype and shape of those that they place.  ``asks``: the arguments of ``offload`` that all ranks
+        must pass alike.
 
         Raises ChunkflowError if one does not call it, or names other weights, or if they are not all on this machine.
         """
-        node = rendezvous(group)
+        node = rendezvous(group, asks=asks)
         if node is None or len(node.ranks) < len(group.ranks):
             found = (group.rank,) if node is None else node.ranks
             if node is not None:
@@ -63,65 +90,118 @@ class Peers:
                 "with process numbers of its own (--pid). Leave out peers, or pass as share the group of the ranks of one "
                 "machine."
             )
-        try:
-            peers = Peers(node, device)
-            peers._check_same(weights)
-            return peers
-        except BaseException as error:
-            node.close(error)
-            raise
+        with contextlib.ExitStack() as closing:
+            closing.push(node)
+            peers = Peers(node, device, weights)
+            _check_weights(node.ranks, node.gather([*weights.items()]))
+            closing.pop_all()
+        return peers
 
-    def close(self) -> None:
-        """Leave: nothing more is dealt.  Memory of pieces is free once no rank has them, on a GPU when torch next looks."""
-        self._node.close()
-        if self._device.type == "cuda":
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: no weight is sharded any more.
+
+        Memory of pieces is free once no rank has them, on a GPU when torch next looks.
+        ``error``: why the model could not be placed, which the other ranks raise.
+        """
+        with contextlib.suppress(ChunkflowError):  # a rank that has ended needs no word
+            if error is None and self.pending:
+                self._node.leave("has restored its model")
+            self._node.close(error)
+        self.pending.clear()
+        if self._device.type == "cuda" and not self._node.forked:
             torch.cuda.ipc_collect()
 
-    def deal(self, buffers: Sequence[HostBuffer]) -> None:
-        """Deal out these weights: each rank copies its piece of each to its device, and opens those of the others.
+    def first_call(self) -> contextlib.AbstractContextManager[None]:
+        """Around a call that may come to shard weights: the other ranks wait for it, and raise what it raises."""
+        return self._node.busy() if self.pending else contextlib.nullcontext()
 
-        One whose values differ between ranks is not dealt out, on any rank.
-        Raises ChunkflowError if the ranks name other weights, if one has no room, or has ended.
+    def shard(self, buffers: Sequence[HostBuffer], wanted: Collection[HostBuffer]) -> None:
+        """Shard those of the weights that all ranks want: each copies its piece of each to its device, and opens the others.
+
+        All ranks call it, with the weights of the same program.  ``wanted``: those that this rank's plan wants.
+        One whose values differ between ranks, or are packed on some ranks only, is not sharded on any rank.  If the ranks
+        call other programs, or one has not called its model for a minute, no weight is sharded from then on.
+        Raises ChunkflowError, on all ranks, if one raises in its first call, has no room, or has ended.
         """
-        if not self._node.meets:
-            raise ChunkflowError(
-                "These weights can go to the devices of the ranks no more, because a rank has failed or ended while they "
-                "did: call chunkflow_compile.restore(model) on each rank, and place the model again."
-            )
-        self._check_same([(buffer.name, buffer.nbytes) for buffer in buffers])
-        if not buffers:
+        if not (self._node.meets or self._node.forked):
             return
-        versions = [buffer.version for buffer in buffers]  # before the values are read
-        sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
-        held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
-        dealt = [
-            Pieces(pieces, self.place, buffer.nbytes, version, 0, buffer.nbytes)
-            for buffer, pieces, version in zip(buffers, held, versions, strict=True)
-        ]
-        differ = [b.name for b, pieces in zip(buffers, dealt, strict=True) if not self.same(b, pieces)]
-        everywhere = {name for names in self._node.gather(differ) for name in names}
-        if everywhere:
+        try:
+            found = self._node.agree({b.name: [b.nbytes, b in wanted] for b in buffers}, _PATIENCE_S)
+            chosen, differ = self._chosen(buffers, found)
+            if chosen:
+                differ |= self._shard(chosen)
+        except Left as why:
+            self._end(str(why))
+            return
+        except BaseException as error:
+            self._node.fail(error)
+            if not (self._node.meets or self._node.forked):
+                self.pending.clear()
+            raise
+        self.pending -= {name for each in found for name in each}
+        if differ:
             _log.warning(
                 "%s weights, such as %s, have other values on some ranks, and stream from host memory: pieces on the devices "
                 "of several ranks need equal values",
-                len(everywhere),
-                min(everywhere),
+                len(differ),
+                min(differ),
             )
-        for buffer, pieces in zip(buffers, dealt, strict=True):
-            buffer.pieces = None if buffer.name in everywhere else pieces
 
-    def _check_same(self, kinds: Sequence[tuple[str, int]]) -> None:
-        """Raise ChunkflowError, on all ranks, if they deal out other weights.  ``kinds``: their names and bytes."""
-        digest = hashlib.sha256(repr([*kinds]).encode()).hexdigest()
-        found = self._node.gather([digest, len(kinds), kinds[0][0] if kinds else ""])
-        for rank, (other, count, name) in zip(self._node.ranks, found, strict=True):
-            if other != found[0][0]:
-                first = self._node.ranks[0]
-                here, there = (f", from {n} on," if n else "" for n in (name, found[0][2]))
-                raise ChunkflowError(
-                    f"Rank {rank} puts {count} weights{here} on the devices of the peers, and rank {first} puts "
-                    f"{found[0][1]}{there.rstrip(',')}. Give all ranks the same model, options and version of ChunkFlow."
-                )
+    def _end(self, why: str) -> None:
+        """Shard no weight any more, on any rank."""
+        self.pending.clear()
+        self._node.close()
+        _log.warning(
+            "%s, so the weights that are not sharded yet stream from host memory on all ranks. To shard them, restore the "
+            "model on each rank and place it again",
+            why[:1].upper() + why[1:],
+        )
+
+    def _chosen(
+        self, buffers: Sequence[HostBuffer], found: Sequence[Mapping[str, Sequence[Any]]]
+    ) -> tuple[list[HostBuffer], set[str]]:
+        """The weights to shard, and the names of those that all ranks want and do not store alike.
+
+        ``found``: of each rank, name -> bytes of the weight, and whether the rank wants it.
+        Raises Left, on all ranks, if they run programs that have no weight in common.
+        """
+        ranks = self._node.ranks
+        shared = set.intersection(*map(set, found))
+        if not shared:
+            ran = "; ".join(
+                f"rank {r}: {len(each)} weights from {next(iter(each), 'none')} on"
+                for r, each in zip(ranks, found, strict=True)
+            )
+            raise Left(f"the ranks run different parts of the model ({ran})")
+        by_all = {name for name in shared if all(each[name][1] for each in found)}
+        differ = {name for name in by_all if len({each[name][0] for each in found}) > 1}
+        wants = {rank: sum(wanted for _, wanted in each.values()) for rank, each in zip(ranks, found, strict=True)}
+        if max(wants.values()) > len(by_all) and not self._warned_of_plans:
+            self._warned_of_plans = True
+            _log.warning(
+                "The plans of the ranks shard different weights of the %s from %s on (%s), so the ranks shard the %s that "
+                "all plans shard. Plans differ with the sizes of the inputs, and with the options. Other parts are not named",
+                len(buffers),
+                buffers[0].name,
+                ", ".join(f"rank {rank}: {count}" for rank, count in wants.items()),
+                len(by_all),
+            )
+        return [b for b in buffers if b.name in by_all - differ], differ
+
+    def _shard(self, buffers: Sequence[HostBuffer]) -> set[str]:
+        """Shard weights of equal bytes.  Returns the names of those whose values differ, which are not."""
+        versions = [buffer.version for buffer in buffers]  # before the values are read
+        sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
+        held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
+        sharded = [
+            Pieces(pieces, self.place, buffer.nbytes, version, 0, buffer.nbytes)
+            for buffer, pieces, version in zip(buffers, held, versions, strict=True)
+        ]
+        differ = [b.name for b, pieces in zip(buffers, sharded, strict=True) if not self.same(b, pieces)]
+        everywhere = {name for names in self._node.gather(differ) for name in names}
+        for buffer, pieces in zip(buffers, sharded, strict=True):
+            buffer.pieces = None if buffer.name in everywhere else pieces
+        return everywhere
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:
         """The memory of each rank's pieces, uint8, as this rank sees it, with the values in it."""
@@ -154,28 +234,35 @@ class Peers:
         return file, _mapped(file, nbytes)
 
     def _opened_of_gpus(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        handed = base64.b64encode(ForkingPickler.dumps(reduce_tensor(memory))).decode()
         error, opened = None, list[torch.Tensor]()
-        handles = self._node.gather(handed)
+        handles = self._node.gather(_handle(memory))
         try:
             for place, handle in enumerate(handles):
-                own = place == self.place
-                opened.append(memory if own else self._opened(*ForkingPickler.loads(base64.b64decode(handle))))
-        except RuntimeError as cause:
+                opened.append(memory if place == self.place else self._opened(memory.numel(), handle))
+        except (RuntimeError, ValueError) as cause:
             error = ChunkflowError(f"The memory of another rank's GPU cannot be opened ({cause}). Leave out peers")
         self._node.gather(None, error)
         return opened
 
-    def _opened(self, rebuild: Callable[..., torch.Tensor], given: Sequence[Any]) -> torch.Tensor:
+    def _opened(self, nbytes: int, handle: Any) -> torch.Tensor:
         """Memory of another rank's GPU, as memory of this rank's: pulls from it are then copies on this rank's own stream.
 
         Opened as what it is, it would take a context of this process on that GPU, some 400 MiB there for each rank, and torch
-        would copy from it on that GPU's default stream.
+        would copy from it on that GPU's default stream.  Raises ValueError if ``handle`` is not what :func:`_handle` returns.
         """
-        how = inspect.signature(rebuild).bind(*given)
-        how.arguments["storage_device"] = self._device.index
-        how.arguments["event_sync_required"] = False  # its values are there: all ranks have synchronized
-        return rebuild(*how.args)
+        given = {
+            **_checked_handle(handle, nbytes),
+            "tensor_cls": torch.Tensor,
+            "tensor_size": torch.Size([nbytes]),
+            "tensor_stride": (1,),
+            "tensor_offset": 0,
+            "storage_cls": torch.storage.TypedStorage,
+            "dtype": torch.uint8,
+            "storage_device": self._device.index,
+            "requires_grad": False,
+            "event_sync_required": False,  # its values are there: all ranks have synchronized
+        }
+        return rebuild_cuda_tensor(**given)
 
     def same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
         """Whether the pieces have the values that this rank has."""
@@ -213,3 +300,71 @@ def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
     if pages is None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return pages[:nbytes]
+
+
+def _leave(node: Node, pending: set[str]) -> None:
+    """Tell the other ranks that this one has dropped its model.  On a thread, because the collector may run anywhere."""
+
+    def leave() -> None:
+        with contextlib.suppress(ChunkflowError):
+            node.leave("has dropped its model")
+
+    if pending and node.meets:
+        threading.Thread(target=leave, name="chunkflow-leave").start()
+
+
+# What a rank says of GPU memory that others open, by the parameters of torch's rebuild_cuda_tensor.
+_BYTES = "storage_handle", "ref_counter_handle", "event_handle"
+_NUMBERS = "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset"
+
+
+def _handle(memory: torch.Tensor) -> dict[str, Any]:
+    """What other processes need to open memory of a GPU, as JSON holds it.  ``memory``: uint8 [n], a whole storage."""
+    rebuild, given = reduce_tensor(memory)
+    fields = inspect.signature(rebuild).bind(*given).arguments
+    return {
+        **{name: base64.b64encode(fields[name]).decode() for name in _BYTES},
+        **{name: fields[name] for name in _NUMBERS},
+    }
+
+
+def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
+    """The same, as torch takes it.  Raises ValueError unless each field has the type and the length of one."""
+    if not isinstance(handle, dict) or {*handle} != {*_BYTES, *_NUMBERS}:
+        raise ValueError("it has other fields than a handle")
+    checked = dict[str, Any]()
+    for name in _BYTES:
+        try:
+            checked[name] = base64.b64decode(handle[name], validate=True)
+        except (TypeError, binascii.Error) as error:
+            raise ValueError(f"{name} is no bytes") from error
+        if len(checked[name]) > _HANDLE:
+            raise ValueError(f"{name} has {len(checked[name])} bytes")
+    for name in _NUMBERS:
+        if type(handle[name]) is not int or not 0 <= handle[name] < 1 << 48:
+            raise ValueError(f"{name} is {handle[name]!r}")
+        checked[name] = handle[name]
+    if not _COUNTER.fullmatch(checked["ref_counter_handle"]):
+        raise ValueError("ref_counter_handle is no name of shared memory")
+    if checked["storage_size_bytes"] < nbytes:
+        raise ValueError(f"its memory has {checked['storage_size_bytes']} bytes, not {nbytes}")
+    return checked
+
+
+def _check_weights(ranks: Sequence[int], found: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Raise ChunkflowError, the same on all ranks, if one places other weights than the first.
+
+    ``found``: of each rank, pairs of a name and its dtype and shape.
+    """
+    firsts = dict(found[0])
+    for rank, others in zip(ranks, map(dict, found), strict=True):
+        for name in (*firsts, *others):
+            if others.get(name) != firsts.get(name):
+                here, there = (
+                    f"{each.get(name, 'missing')} on rank {r}, which places {len(each)} weights"
+                    for r, each in ((rank, others), (ranks[0], firsts))
+                )
+                raise ChunkflowError(
+                    f"The ranks place different models with peers: {name} is {here}, and {there}. Give all ranks the same "
+                    "model, dtype and min_bytes."
+                )

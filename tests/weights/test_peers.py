@@ -1,9 +1,10 @@
-"""Pieces on the devices of ranks: how they are dealt out, what is pulled, and what ends that."""
+"""Pieces on the devices of ranks: how weights are sharded, what is pulled, and what ends that."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,17 +36,17 @@ def weights(seed: int) -> list[torch.Tensor]:
     return [torch.randn(n, generator=g) for n in (1, 64, 1000, 2 * STRIPE, 2 * STRIPE + 3)]
 
 
-def dealt(count: int, of_rank: Callable[[int], list[torch.Tensor]]) -> list[Any]:
-    """For each rank its buffers, dealt out, or the error."""
+def sharded(count: int, of_rank: Callable[[int], list[torch.Tensor]]) -> list[Any]:
+    """For each rank its buffers, sharded, or the error."""
     nodes = several(count)
     buffers = {n.rank: [HostBuffer(w, name=f"w{i}") for i, w in enumerate(of_rank(n.rank))] for n in nodes}
 
-    def deal(node: Any) -> list[HostBuffer]:
+    def shard(node: Any) -> list[HostBuffer]:
         with node:
-            Peers(node, CPU).deal(buffers[node.rank])
+            Peers(node, CPU).shard(buffers[node.rank], buffers[node.rank])
         return buffers[node.rank]
 
-    return together(nodes, deal)
+    return together(nodes, shard)
 
 
 def pulled(pieces: Pieces, part: slice) -> torch.Tensor:
@@ -59,7 +60,7 @@ def pulled(pieces: Pieces, part: slice) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_pulls_every_weight(ranks: int, small_stripes: None) -> None:
     """Any bytes of it, also of sizes that the number of ranks does not divide; all but its own part from the others."""
-    for rank, buffers in enumerate(dealt(ranks, lambda _: weights(0))):
+    for rank, buffers in enumerate(sharded(ranks, lambda _: weights(0))):
         for buffer, plain in zip(buffers, weights(0), strict=True):
             pieces, values = buffer.source, flat_bytes(plain)
             assert isinstance(pieces, Pieces) and pieces.place == rank and pieces.numel() == values.numel()
@@ -75,7 +76,7 @@ def test_every_rank_pulls_every_weight(ranks: int, small_stripes: None) -> None:
 
 def test_what_is_written_is_pulled_no_more(small_stripes: None) -> None:
     """On the rank that writes it; the others have the values from before, also once its memory is gone."""
-    first, second = dealt(2, lambda _: weights(0))
+    first, second = sharded(2, lambda _: weights(0))
     written = first[-1]
     written.host.zero_()
     assert isinstance(written.source, torch.Tensor) and not written.source.any() and written.pieces is None
@@ -93,7 +94,7 @@ def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_stripes: Non
         return [w + (rank == 2 and i == 3) for i, w in enumerate(weights(0))]
 
     caplog.set_level(logging.WARNING, LOG)
-    for rank, buffers in enumerate(dealt(3, of_rank)):
+    for rank, buffers in enumerate(sharded(3, of_rank)):
         assert [isinstance(b.source, Pieces) for b in buffers] == [True, True, True, False, True]
         assert torch.equal(buffers[3].source, flat_bytes(of_rank(rank)[3]))
     assert said(caplog) == 3 * [
@@ -102,12 +103,32 @@ def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_stripes: Non
     ]
 
 
-def test_ranks_that_name_other_weights() -> None:
-    for error in dealt(2, lambda rank: weights(0)[: 5 - rank]):
-        assert isinstance(error, ChunkflowError) and str(error) == (
-            "Rank 1 puts 4 weights, from w0 on, on the devices of the peers, and rank 0 puts 5, from w0 on. Give all "
-            "ranks the same model, options and version of ChunkFlow."
-        )
+def test_weights_that_one_rank_has_not(small_stripes: None) -> None:
+    """The ranks shard those that all of them have, such as where one rank took a weight out of the model."""
+    for buffers in sharded(2, lambda rank: weights(0)[: 5 - rank]):
+        assert [isinstance(b.source, Pieces) for b in buffers] == [True, True, True, True, False][: len(buffers)]
+
+
+def test_ranks_that_run_other_parts(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as blocks in another order: no rank waits, then or later, and none has pieces."""
+    nodes = several(2)
+    made = [[HostBuffer(w, name=f"{'abcde'[i]}{rank}") for i, w in enumerate(weights(0))] for rank in range(2)]
+
+    def twice(node: Any) -> list[HostBuffer]:
+        peers = Peers(node, CPU, (b.name for each in made for b in each))
+        for _ in range(2):
+            peers.shard(made[node.rank], made[node.rank])
+        assert not peers.pending
+        return made[node.rank]
+
+    caplog.set_level(logging.WARNING, LOG)
+    for buffers in together(nodes, twice):
+        assert not any(isinstance(b.source, Pieces) for b in buffers)
+    assert said(caplog) == 2 * [
+        "The ranks run different parts of the model (rank 0: 5 weights from a0 on; rank 1: 5 weights from a1 on), so the "
+        "weights that are not sharded yet stream from host memory on all ranks. To shard them, restore the model on each "
+        "rank and place it again"
+    ]
 
 
 def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,36 +141,54 @@ def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         return allocated(self, nbytes)
 
     monkeypatch.setattr(Peers, "_allocated", short)
-    errors = [str(error) for error in dealt(3, lambda _: weights(0))]
+    errors = [str(error) for error in sharded(3, lambda _: weights(0))]
     assert all("rank 1 failed: A piece of 5 weights" in e and "Cannot allocate memory" in e for e in errors), errors
 
 
 def test_after_a_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each further call says what to do."""
+    """Each further call tries again."""
+    allocated = Peers._allocated
 
     def full(self: Peers, nbytes: int) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(Peers, "_allocated", full)
 
-    def twice(node: Any) -> str:
-        peers = Peers(node, CPU)
-        with pytest.raises(ChunkflowError, match="rank 0 failed: A piece of 5 weights"):
-            peers.deal([HostBuffer(w) for w in weights(0)])
-        with pytest.raises(ChunkflowError, match=r"a rank has failed .* call chunkflow_compile\.restore\(model\)"):
-            peers.deal([HostBuffer(w) for w in weights(0)])
-        return "said"
+    def again(node: Any) -> list[HostBuffer]:
+        peers, buffers = Peers(node, CPU), [HostBuffer(w, name=f"w{i}") for i, w in enumerate(weights(0))]
+        for _ in range(2):
+            with pytest.raises(
+                ChunkflowError, match=r"not sharded across the ranks, because rank [01] failed: A piece of 5"
+            ):
+                peers.shard(buffers, buffers)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peers, "_allocated", partial(allocated, peers))
+            peers.shard(buffers, buffers)
+        return buffers
 
-    assert together(several(2), twice) == ["said", "said"]
+    for buffers in together(several(2), again):
+        assert all(isinstance(b.source, Pieces) for b in buffers)
 
 
-def test_ranks_that_deal_nothing() -> None:
-    """They meet, and one that deals something is told."""
-    assert dealt(2, lambda _: []) == [[], []]
-    for error in dealt(2, lambda rank: weights(0)[: 5 * rank]):
-        assert str(error).startswith(
-            "Rank 1 puts 5 weights, from w0 on, on the devices of the peers, and rank 0 puts 0. G"
-        )
+def test_plans_that_want_other_weights(caplog: pytest.LogCaptureFixture, small_stripes: None) -> None:
+    """The ranks shard those that all plans want, which may be none."""
+    for wanted, both in (((0, 1, 2), (2, 3)), {2}), (((0, 1), ()), set()), (((), ()), set()):
+        nodes, caplog.records[:] = several(2), []
+        made = [[HostBuffer(w, name=f"w{i}") for i, w in enumerate(weights(0))] for _ in nodes]
+
+        def shard(node: Any, made: Any = made, wanted: Any = wanted) -> list[HostBuffer]:
+            Peers(node, CPU).shard(made[node.rank], {made[node.rank][i] for i in wanted[node.rank]})
+            return made[node.rank]
+
+        with caplog.at_level(logging.WARNING, LOG):
+            for buffers in together(nodes, shard):
+                assert {i for i, b in enumerate(buffers) if isinstance(b.source, Pieces)} == both
+        counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(wanted))
+        assert said(caplog) == 2 * any(wanted) * [
+            f"The plans of the ranks shard different weights of the 5 from w0 on ({counts}), so the ranks shard the "
+            f"{len(both)} that all plans shard. Plans differ with the sizes of the inputs, and with the options. Other parts "
+            "are not named"
+        ]
 
 
 def test_a_weight_that_is_unpacked() -> None:
@@ -159,14 +198,14 @@ def test_a_weight_that_is_unpacked() -> None:
     ]
     name, plain = "blocks.0.up.weight", stack(layers=2).to(torch.bfloat16).blocks[0].up.weight.detach()
 
-    def deal(node: Any) -> HostBuffer:
+    def shard(node: Any) -> HostBuffer:
         found = buffer_of(models[node.rank].get_parameter(name))
         assert found is not None
         with node:
-            Peers(node, CPU).deal([found])
+            Peers(node, CPU).shard([found], {found})
         return found
 
-    for buffer in together(several(2), deal):
+    for buffer in together(several(2), shard):
         assert isinstance(buffer.source, Pieces) and buffer.source.numel() == buffer.nbytes < plain.nbytes
         buffer.unpack()
         assert isinstance(buffer.source, torch.Tensor) and torch.equal(buffer.source, flat_bytes(plain))
@@ -181,7 +220,7 @@ def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, s
         return held if self.place else [*held[1:], held[0]]
 
     monkeypatch.setattr(Peers, "_memories", turned)
-    for buffers in dealt(2, lambda _: weights(0)[2:]):
+    for buffers in sharded(2, lambda _: weights(0)[2:]):
         assert not any(isinstance(b.source, Pieces) for b in buffers)
 
 

@@ -1,0 +1,331 @@
+"""Rounds: how the ranks of a machine decide together, through the store of their process group.
+
+Each rank contributes one record to a round: a value, or why it has none (it failed, or it left).  The first rank that can
+decide the round writes the decision, once, by an atomic operation of the store; all ranks follow it:
+
+* every rank has a value: all of them get all values;
+* a rank failed, or its process has ended: all raise one error, which names the rank and its cause;
+* a rank left, or is late: all end their rounds, see :meth:`Rounds.agree`.
+
+A rank that fails or leaves does not wait for the others, which find its record when they come to the round.  Records are
+JSON.  No thread and no connection belongs to the rounds, so a forked child may drop them; it cannot take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
+
+from .groups import Group, StoreEnded, numbers, reached
+
+_log = logging.getLogger(__name__)
+
+
+# Between two looks at a round: at first, and at most.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+# Between two looks at whether the processes of missing ranks still run.
+_LIVENESS_S = 0.2
+# A rank that is waited for is named in the log after so long.
+_LOGGED_S = 5.0
+# The records of a rank in a round, and the decisions on it.
+_NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
+# The key of the decision.
+_DECISION = "decision"
+
+
+_Rounds = TypeVar("_Rounds", bound="Rounds")
+
+
+class RankFailed(ChunkflowError):
+    """Raised on the ranks that wait for a rank that failed or has ended: all ranks know it already."""
+
+
+class Left(ChunkflowError):
+    """Raised on the ranks that wait for a rank that has left the rounds, or is late: no rank waits any more."""
+
+
+class Rounds:
+    """The rounds of the ranks of a machine, in their order; the first one leads.
+
+    All of them call its methods in the same order.  Raises RankFailed when another rank has ended or failed.
+    ``task``: what is not done then, for errors.
+    """
+
+    def __init__(self, group: Group, ranks: tuple[int, ...], key: str, processes: Mapping[int, Sequence[int]]) -> None:
+        """``ranks``: those of the group that meet.  ``key``: in its store, of this occasion.  ``processes``: rank -> what
+        :func:`process_of` returned there."""
+        self.rank = group.rank
+        self.ranks = ranks
+        self.task = "placed"
+        self._store = dist.distributed_c10d.PrefixStore(f"{key}/{ranks[0]}", group.store)
+        self._timeout_s = group.timeout.total_seconds()
+        self._processes = processes
+        self._process = os.getpid()
+        self._open = True
+        self._round = 0
+        self._said = _NOTHING  # this rank's record of the round
+        self._told: BaseException | None = None  # the error on its way out of this rank that the others know
+        self._busy = False
+
+    @property
+    def meets(self) -> bool:
+        """Whether no rank has ended or left, as far as this one has heard.  False in a forked child."""
+        return self._open and not self.forked
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from a rank, and is none itself."""
+        return os.getpid() != self._process
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.ranks[0]
+
+    def __enter__(self: _Rounds) -> _Rounds:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.close(error)
+
+    def gather(self, value: Any, error: Exception | None = None) -> list[Any]:
+        """The values of all ranks, at every rank.  They must be such that JSON can hold.
+
+        ``error``: why this rank cannot go on.  All ranks raise RankFailed if one has any; they can meet again.
+        """
+        if error is not None:
+            self.fail(error)
+            raise failed(self.task, self.rank, cause_of(error)) from error
+        return self._meet(value, self._timeout_s, _ENDED)
+
+    def agree(self, value: Any, patience_s: float) -> list[Any]:
+        """The same, where ranks come at other times: a rank that has not come is late after ``patience_s``, unless it is
+        busy, see :meth:`busy`.  Raises Left, on all ranks, if one is late or has left."""
+        return self._meet(value, min(patience_s, self._timeout_s), _LATE)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other ranks raise ``error``, in this round or, if that is decided, in the next.  Does not wait for them."""
+        if not self.meets or self._knows(error):
+            return
+        self._told = error
+        with self._reached():
+            self._pass_known_failure()
+            ours = json.dumps((_FAILED, {self.rank: cause_of(error)}))
+            while True:
+                how, _ = json.loads(self._store.compare_set(self._key(_DECISION), "", ours))
+                self._next()
+                if how != _VALUE:
+                    return
+
+    def leave(self, why: str) -> None:
+        """Take part in no further round.  Does not wait for the other ranks, which raise Left."""
+        if self.meets:
+            with self._reached():
+                self._pass_known_failure()
+                self._round += self._said == _FAILED  # which the others raise first, and then come to the next round
+                self._set(str(self.rank), {_LEFT: why})
+        self._open = False
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """On the way to a round: the other ranks wait however long this takes.
+
+        If it raises, they raise the same at that round, unless this rank has come again by then.
+        """
+        if not self.meets or self._busy:
+            yield
+            return
+        self._busy = True
+        try:
+            with self._reached():
+                self._store.set(f"busy/{self.rank}", "1")
+            yield
+            if self._said == _FAILED and self.meets:  # it has failed before, and has gone on without a round
+                self._say(_NOTHING, "")
+        except BaseException as error:
+            if self.meets and not self._knows(error):
+                with contextlib.suppress(ChunkflowError):  # its own error is the one to see
+                    self.fail(error) if self._said == _VALUE else self._say(_FAILED, cause_of(error))
+            raise
+        finally:
+            self._busy, self._told = False, None
+            if self.meets:
+                with contextlib.suppress(ChunkflowError), self._reached():
+                    self._store.set(f"busy/{self.rank}", "")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Take part in no further round.  ``error``: why this rank cannot go on, which the others raise."""
+        if error is not None:
+            with contextlib.suppress(ChunkflowError):  # its own error is the one to see
+                self.fail(error)
+        self._open = False
+
+    def _knows(self, error: BaseException | None) -> bool:
+        """Whether the other ranks know why an error is raised."""
+        while error is not None:
+            if isinstance(error, RankFailed | Left) or error is self._told:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
+
+    def _meet(self, value: Any, patience_s: float, late: str) -> list[Any]:
+        """The values of all ranks.  ``late``: how the round is decided after ``patience_s`` without a rank."""
+        if self.forked:
+            raise ChunkflowError(
+                f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "
+                "weights need here: call chunkflow_compile.restore(model) in it, or start it before the model is placed."
+            )
+        self._told = None
+        while self._open:
+            with self._reached():
+                self._pass_known_failure()
+                records, how, of = self._decided({_VALUE: value}, patience_s, late)
+                self._next()
+            if how == _VALUE:
+                return [records[rank][_VALUE] for rank in self.ranks]
+            rank, why = min(of.items())
+            if how == _FAILED and rank == self.rank:
+                continue  # the others have heard of an earlier failure, and this rank comes again
+            if how == _FAILED:
+                raise failed(self.task, rank, why)
+            self._open = False
+            if how == _ENDED:
+                raise _ended(self.task, rank, why)
+            raise Left(f"{numbers(of.keys())} {why}")
+        raise RankFailed(f"The weights are not {self.task}: one of {numbers(self.ranks)} has ended, or has left.")
+
+    def _decided(
+        self, mine: Mapping[str, Any], patience_s: float, late: str
+    ) -> tuple[dict[int, Any], str, dict[int, str]]:
+        """The records of the round and its decision, after this rank has added its own record."""
+        records, waiting, pause = dict[int, Any](), self._waiting(patience_s, late), _PAUSE_S
+        self._said = _VALUE
+        self._set(str(self.rank), mine)
+        while (decision := self._get(_DECISION)) is None:
+            found = {rank: self._get(str(rank)) for rank in self.ranks if rank not in records}
+            records |= {rank: record for rank, record in found.items() if record}
+            absent = [rank for rank in self.ranks if rank not in records]
+            if (proposed := _of_records(records, absent) or waiting(absent)) is None:
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            else:
+                self._store.compare_set(self._key(_DECISION), "", json.dumps(proposed))
+        how, of = decision
+        if how == _VALUE:  # which no rank changes any more
+            records |= {rank: self._get(str(rank)) for rank in self.ranks if rank not in records}
+        return records, how, {int(rank): why for rank, why in of.items()}
+
+    def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
+        """A function of the ranks that have no record yet: the decision on a round without them, None to go on waiting."""
+        began = looked = busy = time.monotonic()
+        logged = False
+
+        def decision(absent: Sequence[int]) -> Any:
+            nonlocal looked, busy, logged
+            if (now := time.monotonic()) - looked < _LIVENESS_S:
+                return None
+            looked = now
+            if (ended := self._ended_of(absent)) is not None:
+                return _ENDED, {ended: "its process has ended"}
+            if any(self._store.check([key]) and self._store.get(key) for key in map("busy/{}".format, absent)):
+                busy = now
+            if now - busy > patience_s or now - began > self._timeout_s:
+                return late, dict.fromkeys(absent, f"did not come within {now - began:.0f} s")
+            if now - began > _LOGGED_S and not logged:
+                logged = True
+                _log.info("rank %s waits for %s", self.rank, numbers(absent))
+            return None
+
+        return decision
+
+    def _ended_of(self, ranks: Iterable[int]) -> int | None:
+        """The first rank whose process has ended, None if all run."""
+        return next((r for r in ranks if process_of(self._processes[r][0]) != [*self._processes[r]]), None)
+
+    def _say(self, how: str, why: str) -> None:
+        """Have a record of this kind in the current round, until this rank has another."""
+        with self._reached():
+            self._pass_known_failure()
+            self._set(str(self.rank), {how: why} if how != _NOTHING else {})
+            self._said = how
+
+    def _pass_known_failure(self) -> None:
+        """Leave the round in which this rank has failed, if the others know."""
+        if self._said == _FAILED and self._get(_DECISION) is not None:
+            self._next()
+
+    def _next(self) -> None:
+        """Go on with the next round.  The last rank deletes the records."""
+        if self._store.add(self._key("read"), 1) == len(self.ranks):
+            with contextlib.suppress(RuntimeError):  # not every store can
+                for what in (*map(str, self.ranks), _DECISION, "read"):
+                    self._store.delete_key(self._key(what))
+        self._round += 1
+        self._said = _NOTHING
+
+    def _key(self, what: str) -> str:
+        return f"{self._round}/{what}"
+
+    def _set(self, what: str, value: Any) -> None:
+        self._store.set(self._key(what), json.dumps(value))
+
+    def _get(self, what: str) -> Any:
+        key = self._key(what)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Around uses of the store, which ends with the rank that serves it."""
+        try:
+            with reached():
+                yield
+        except StoreEnded as error:
+            self._open = False
+            if (ended := self._ended_of(self.ranks)) is not None:
+                raise _ended(self.task, ended, "its process has ended") from error
+            raise
+
+
+def _of_records(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
+    """The decision that the records of a round allow; None if they do not yet."""
+    for how in _FAILED, _LEFT:
+        if of := {rank: record[how] for rank, record in records.items() if how in record}:
+            return how, of
+    return None if absent else (_VALUE, {})
+
+
+def process_of(number: int) -> list[int]:
+    """A process, as no later one of the same number is; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        if state not in "ZX":
+            return [number, int(fields[18])]  # when it started
+    return []
+
+
+def failed(task: str, rank: int, cause: str) -> RankFailed:
+    return RankFailed(f"The weights are not {task}, because rank {rank} failed: {cause.rstrip('.')}.")
+
+
+def _ended(task: str, rank: int, why: str) -> RankFailed:
+    return RankFailed(
+        f"The weights are not {task}, because rank {rank} is gone: {why}. Look at the errors of that rank, and start all "
+        "ranks again."
+    )
+
+
+def cause_of(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    if (inner := getattr(error, "inner_exception", None)) is not None:  # of a failed compilation
+        return cause_of(inner)
+    return str(error) if isinstance(error, ChunkflowError) else first_line(error)
