@@ -121,8 +121,8 @@ class Hardware:
     cards: tuple[str, ...] = ()
     """The cards that this is the profile of, as their drivers name them."""
     memory_bytes: int = 0
-    """Bytes of the device's memory by its data sheet, or as its driver reports them; 0 if unknown, as for a CPU.  A plan goes by the
-    budget, not by this."""
+    """Bytes of the device's memory by its data sheet, or as its driver reports them; 0 if unknown, as for a CPU.  Plans go
+    by the budget, not by this."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """The link to emulate while programs run; None to use the machine's own."""
