@@ -211,7 +211,7 @@ def test_a_hook_of_gradients_does_nothing_where_they_are_off(pair: Pair) -> None
 
 
 def test_weights_that_are_restored_and_placed_again_run(pair: Pair) -> None:
-    chunkflow_compile.restore(pair.model)
+    chunkflow_compile.compile(chunkflow_compile.restore(pair.model), **EAGER)
     pair.check(4)
     newest = [(p.measurements[-1], p.plan) for p in programs(pair.model) if p.measurements]
     assert any(m.moved_bytes == plan.moved_bytes > 0 for m, plan in newest)

@@ -21,7 +21,7 @@ from quantisers import Int8Params
 from small_pipelines import small_pipeline
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, apply, offload, programs, remove
+from chunkflow_compile import Arena, ChunkflowError, apply, compile, offload, programs, remove
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight

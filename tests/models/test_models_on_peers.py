@@ -178,7 +178,7 @@ def alone(rank: int, family: str, steps: int) -> None:
     if rank == 1:
         restore(model)  # while the others go on
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        check(run, twin, family, 50)  # placed again, without pieces
+        check(chunkflow_compile.compile(model, **EAGER), twin, family, 50)  # placed again, without pieces
         assert not in_pieces(model)
     else:
         check(run, twin, family, *range(50, 54))

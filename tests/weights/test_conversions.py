@@ -139,6 +139,7 @@ def test_an_empty_model_is_loaded() -> None:
     model.to_empty(device="cpu").load_state_dict(twin.state_dict())
     check(model, twin)
     restore(model).to("meta").to_empty(device="cpu").load_state_dict(twin.state_dict())
+    place(model, "whole")
     check(model, twin)
 
 
