@@ -131,10 +131,12 @@ class CompileProgress:
         """The name of the innermost module of the model that this thread is calling, empty for the model itself: Dynamo does
         not tell its callbacks what it compiles."""
         model = self._model()
-        names = {} if model is None else {module: name for name, module in model.named_modules()}
+        names: dict[nn.Module, str] = {}
+        if model is not None:
+            names = {module: name for name, module in model.named_modules()}
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is _CALL and (name := names.get(frame.f_locals["self"])) is not None:
-                return name
+            if frame.f_code is _CALL and (module := frame.f_locals["self"]) in names:
+                return names[module]
             frame = frame.f_back
         return ""

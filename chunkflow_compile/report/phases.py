@@ -69,36 +69,32 @@ class PipelineFigures:
 
     @property
     def summary(self) -> Summary:
-        """The five lines.  The step is a call of the component that took longest in all calls together."""
-        weights, streamed = (sum(getattr(p, name) for p in self.phases) for name in ("weights", "streamed"))
-        called = [p for p in self.phases if p.calls and p.measured_s is not None]
-        called.sort(key=lambda p: -p.calls * (p.measured_s or 0.0))
+        """The five lines.  The step is a call of the component that took longest in all its calls together, of those that run
+        compiled."""
+        weights, streamed, now = (sum(getattr(p, n) for p in self.phases) for n in ("weights", "streamed", "on_device"))
         step, stalls, faster = "no component was called yet", "not known yet", "not known yet"
-        if called:
-            first, step_s = called[0], called[0].measured_s or 0.0
-            planned = f", {seconds(first.shown_s)} planned" if first.shown_s is not None else ""
-            others = [f"{p.name} {seconds(p.measured_s)}" for p in called[1:]]
-            step = "; ".join([f"{seconds(step_s)} for a call of {first.name} ({first.calls} calls{planned})", *others])
-            waited_s = first.stalled_s or 0.0
-            stalls = f"{seconds(waited_s)}, {100 * waited_s / step_s:.0f} % of it, waiting for weights"
-            if first.stalled_s is None:
-                stalls = f"not measured: {first.name} runs eagerly"
-            faster = advice(
-                step_s=step_s, waited_s=waited_s, moved_bytes=first.moved, budget=self.total, weight_bytes=weights
-            )
+        called = [p for p in self.phases if p.calls and p.measured_s]
+        called.sort(key=lambda p: (p.stalled_s is None, -p.calls * (p.measured_s or 0.0)))
+        for first in called[:1]:
+            step = "; ".join([_step(first), *(f"{p.name} {seconds(p.measured_s)}" for p in called[1:])])
+            if first.stalled_s is not None and first.measured_s:
+                share = 100 * first.stalled_s / first.measured_s
+                stalls = f"{seconds(first.stalled_s)}, {share:.0f} % of it, waiting for weights"
+                faster = advice(
+                    step_s=first.measured_s,
+                    waited_s=first.stalled_s,
+                    moved_bytes=first.moved,
+                    budget=self.total,
+                    weight_bytes=weights,
+                )
         if failed := [p.name for p in self.phases if p.retries]:
             faster = f"more memory: {', '.join(failed)} ran out of {size(self.total)}, and a call ran twice"
-        most = "" if self.most is None else f"{size(self.most)} at most, "
+        taken = f"{size(now)} of weights now" if self.most is None else f"{size(self.most)} at most"
         host = f"{size(streamed)} of {size(weights)} of weights stream from it"
-        if not streamed and self.phases:
+        if not streamed:
             host = "; ".join(dict.fromkeys(p.unstreamed for p in self.phases if p.unstreamed)) or host
-        return Summary(
-            step=step,
-            stalls=stalls,
-            device=f"{most}of a budget of {size(self.total)} for weights and activations",
-            host=host,
-            faster=faster,
-        )
+        device = f"{taken}, within a budget of {size(self.total)} for weights and activations"
+        return Summary(step=step, stalls=stalls, device=device, host=host, faster=faster)
 
     def _details(self) -> str:
         phases = self.phases
@@ -129,6 +125,12 @@ class PipelineFigures:
             lines.append(f"{p.name} ran out of memory {times}; weights gave way.")
         lines += [fill(f"{p.name}: {note}", PROSE_WIDTH) for p in self.phases for note in p.notes]
         return "\n".join(lines)
+
+
+def _step(phase: PhaseFigures) -> str:
+    calls = f"{phase.calls} call{'s' * (phase.calls > 1)}"
+    planned = f", {seconds(phase.shown_s)} planned" if phase.shown_s is not None else ""
+    return f"{seconds(phase.measured_s)} for a call of {phase.name} ({calls}{planned})"
 
 
 def _with_sum(nbytes: list[int]) -> list[str]:

@@ -222,7 +222,7 @@ def test_five_lines_of_a_pipeline() -> None:
         == """\
 step:           200.0 ms for a call of transformer (20 calls, 100.0 ms planned); vae 1050.0 ms
 stalls:         50.0 ms, 25 % of it, waiting for weights
-device memory:  1.00 GiB at most, of a budget of 2.00 GiB for weights and activations
+device memory:  1.00 GiB at most, within a budget of 2.00 GiB for weights and activations
 host memory:    2 B of 1.00 GiB of weights stream from it
 to go faster:   pack=True, or quantised weights"""
     )
