@@ -282,7 +282,7 @@ MODEL:
         """\
 arms:
   resident, layerwise, layerwise-barrier, host-yield
-  chunkflow             within the bytes of layerwise; in compute-rich, within a quarter of all bytes
+  chunkflow             within the bytes of layerwise; in compute-rich, a quarter of all bytes
   chunkflow@40%         within these bytes and those of 40 % of the blocks
   chunkflow+pack        with weights packed, within the same bytes; also as chunkflow@40%+pack
   chunkflow+auto        the same where that is predicted to be faster
