@@ -320,7 +320,7 @@ one setting changed at a time, to show what would change that.""",
         """\
 examples:
   chunkflow why wan2.2-ti2v-5b blocks.3.ffn.net.2.weight --ulysses 2
-  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a part of the name, if only one has it""",
+  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a unique part of the name""",
     ),
     "timeline": Command(
         _timeline,
