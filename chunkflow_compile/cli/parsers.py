@@ -348,7 +348,7 @@ passes that can be disabled:
 examples:
   chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate
   chunkflow dump wan2.2-ti2v-5b --ulysses 2 --stage regions --full > regions.py
-  chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages --verify-each""",
+  chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages""",
     ),
 }
 # Who asks what -> the commands that answer, in the order of the help.
