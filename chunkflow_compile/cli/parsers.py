@@ -283,7 +283,7 @@ MODEL:
         """\
 arms:
   resident, layerwise, layerwise-barrier, host-yield
-  chunkflow             within the bytes of layerwise; in compute-rich, within a quarter of all bytes
+  chunkflow             within the bytes of layerwise; in compute-rich, a quarter of all bytes
   chunkflow@40%         within these bytes and those of 40 % of the blocks
   chunkflow+pack        with weights packed, within the same bytes; also as chunkflow@40%+pack
   chunkflow+auto        the same where that is predicted to be faster
@@ -323,7 +323,7 @@ one setting changed at a time, to show what would change that.""",
         """\
 examples:
   chunkflow why wan2.2-ti2v-5b blocks.3.ffn.net.2.weight --ulysses 2
-  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a part of the name, if only one has it""",
+  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a unique part of the name""",
     ),
     "timeline": Command(
         _timeline,
@@ -351,7 +351,7 @@ passes that can be disabled:
 examples:
   chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate
   chunkflow dump wan2.2-ti2v-5b --ulysses 2 --stage regions --full > regions.py
-  chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages --verify-each""",
+  chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages""",
     ),
 }
 # Who asks what -> the commands that answer, in the order of the help.

@@ -161,9 +161,9 @@ two_blocks.py:ulysses; Ulysses degree 2 on machine, 1 forward per step
 blocks.1.out.weight: float32[32, 32], 4.0 KiB
 
 weight               size     home    why
--------------------  -------  ------  ---------------------------------------------------------------
-blocks.1.out.weight  4.0 KiB  host    hidden: copied from window 8, 1 window ahead of region 9, there
-                                      0.894 ms before it is read
+-------------------  -------  ------  ---------------------------------------------------------
+blocks.1.out.weight  4.0 KiB  host    hidden: copied from window 8, 1 window ahead of region 9,
+                                      there 0.894 ms before it is read
 
 read by  region_9 (blocks.1: out)
          from 9.802 ms to 10.802 ms of a call

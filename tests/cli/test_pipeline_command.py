@@ -22,7 +22,9 @@ from chunkflow_compile.cli.arguments import FORMS
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.report.generation import Limits, generation_answer, generation_tables
 from chunkflow_compile.simulate.generation import GROUP_OFFLOAD, MODEL_OFFLOAD, Component, generations, least_budget
+from chunkflow_compile.units import size
 
 pytest.importorskip("transformers")
 
@@ -123,10 +125,6 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     check_timeline(json.loads(timeline.read_text())["traceEvents"], [*phases["chunkflow"].values()])
     host = {way: sum(p["host"] for p in g["phases"]) for way, g in ways.items()}
     assert host["plain"] == 0 < host[MODEL_OFFLOAD] == total == host[GROUP_OFFLOAD] >= host["chunkflow"] > 0.9 * total
-    _, out, _ = run(capsys, "--memory", str(most["plain"] - 1))
-    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.endswith(("yes", "NO"))}
-    assert rows["torch.compile"] == "NO" and rows["chunkflow"] == rows["model"] == "yes"
-    assert ", which does not fit the budget, " in " ".join(out.split())
     code, out, _ = run(capsys, "--memory", "1GiB", "--json", "-")
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
@@ -149,6 +147,14 @@ def test_a_generation_of_packed_weights() -> None:
     assert all(way["chunkflow"][0].weights <= weights // 2 for way in ways.values())
     for name in ("plain", GROUP_OFFLOAD):
         assert ways["yes"][name] == ways["no"][name]
+    limits = Limits(budget=memory, card=machine.name, card_bytes=machine.memory_bytes)
+    shown = generation_tables(ways["yes"], limits)
+    marks = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line.endswith(("yes", "NO"))}
+    assert marks == {"torch.compile": "NO", "model": "NO", "group": "yes", "chunkflow": "yes"}, shown
+    assert generation_answer(ways["yes"], limits).endswith(f", which does not fit the budget, {size(memory)}")
+    assert "does not" not in generation_answer(ways["yes"], replace(limits, budget=None)), "24 GiB hold it"
+    host = {way: phases[0].host for way, phases in ways["yes"].items()}
+    assert host["plain"] == 0 < host["chunkflow"] < 0.8 * host[GROUP_OFFLOAD] == 0.8 * weights, "packed"
 
 
 def check_timeline(events: list[dict[str, Any]], phases: list[dict[str, Any]]) -> None:

@@ -147,12 +147,21 @@ def test_the_command_draws_models_and_plans_alike(tmp_path: Path, capsys: pytest
     for out in (picture, drawing, of_plan):
         assert main(["timeline", str(plan), "--out", str(out)]) == 0
     assert main(["timeline", MODEL, *sizes, "--out", str(of_model)]) == 0
-    assert "one call" in capsys.readouterr().out
+    assert " per forward; compute waits" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     first, second = (json.loads(path.read_text()) for path in (of_plan, of_model))
     assert first["traceEvents"][1:] == second["traceEvents"][1:]
     check_trace(first, lanes_of(Plan.from_json(plan.read_text())))
-    assert {"qkv", "out", "all-to-all"} <= set(texts(drawing))
+    assert {"qkv", "out", "all-to-all", "collectives"} <= set(texts(drawing))
+    (title,) = (text for text in texts(drawing) if "weights on the GPU" in text)
+    assert title.startswith(f"{MODEL}; policy chunkflow on "), "of the plan's file, too"
+
+
+def test_one_gpu_has_no_lane_of_collectives(tmp_path: Path) -> None:
+    drawing = tmp_path / "one.svg"
+    assert main(["timeline", f"{HERE / 'two_blocks.py'}:stack", *SIZES, "--min-bytes", "0", "--out", str(drawing)]) == 0
+    shown = texts(drawing)
+    assert {"compute", "copies"} <= set(shown) and not any("collective" in text for text in shown)
 
 
 def test_a_cycle_is_drawn_and_a_weight_of_it_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
