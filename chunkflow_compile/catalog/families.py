@@ -15,15 +15,20 @@ from .sizes import Config, Shape, build_model
 @dataclass(frozen=True)
 class Family:
     """A diffusers class.  ``inputs(config, shape, generator)``: keyword arguments of one denoising step; latents and
-    text are random, drawn from ``generator`` unless it is None."""
+    text are random, drawn from ``generator`` unless it is None.  ``prepare``: what a model does only in its first call, and
+    cannot be traced."""
 
     name: str
     class_name: str
     inputs: Callable[[Config, Shape, torch.Generator | None], dict[str, Any]]
+    prepare: Callable[[Any], None] | None = None
 
     def build(self, config: Config) -> nn.Module:
         """A model with random weights, in evaluation mode."""
-        return build_model(self.class_name, **config)
+        model = build_model(self.class_name, **config)
+        if self.prepare is not None:
+            self.prepare(model)
+        return model
 
     def model_and_inputs(self, config: Config, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
         """A model, and the inputs of one step, those in floating point in ``dtype``."""
@@ -130,6 +135,13 @@ def _z_image_inputs(config: Config, shape: Shape, generator: torch.Generator | N
     }
 
 
+def _z_image_tables(model: Any) -> None:
+    """The tables of its rotary embedding, which it makes under a device of its own, as Dynamo does not support."""
+    rope, device = model.rope_embedder, next(model.parameters()).device
+    tables = rope.precompute_freqs_cis(rope.axes_dims, rope.axes_lens, theta=rope.theta)
+    rope.freqs_cis = [table.to(device) for table in tables]
+
+
 def _ltx_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     """At 25 frames a second."""
     tokens = shape.frames * shape.height * shape.width
@@ -157,7 +169,7 @@ FAMILIES: Mapping[str, Family] = {
         Family("qwen-image", "QwenImageTransformer2DModel", _qwen_inputs),
         Family("sd3", "SD3Transformer2DModel", _sd3_inputs),
         Family("flux2", "Flux2Transformer2DModel", _flux2_inputs),
-        Family("z-image", "ZImageTransformer2DModel", _z_image_inputs),
+        Family("z-image", "ZImageTransformer2DModel", _z_image_inputs, _z_image_tables),
         Family("ltx", "LTXVideoTransformer3DModel", _ltx_inputs),
     )
 }
