@@ -77,10 +77,10 @@ def _components(
     """The phases of a generation, in order."""
     for encoder in pipeline.encoders:
         with progress.phase(f"tracing {encoder.name}"):
-            key, build = asdict(encoder), encoder.model_and_inputs
-            cost = _cost(key, partial(eager_cost, build, torch.bfloat16))
+            encoded, build = asdict(encoder), encoder.model_and_inputs
+            cost = _cost(encoded, partial(eager_cost, build, torch.bfloat16))
             trace = partial(trace_without_weights, build, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
-            traced = trace_entry(key).get(trace)
+            traced = trace_entry(encoded).get(trace)
             yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)))
     transformer = pipeline.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
@@ -93,9 +93,9 @@ def _components(
         name = "transformer" + (f"_{expert + 1}" if expert else "")
         yield _component(name, cost, mine * transformer.forwards, cut)
     with progress.phase("decoding"):
-        key = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
-        build = partial(pipeline.vae_and_latents, sizes)
-        cost = _cost(key, partial(eager_cost, build, torch.bfloat16, "decode"))
+        decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
+        decode = partial(pipeline.vae_and_latents, sizes)
+        cost = _cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
     yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
 
 
