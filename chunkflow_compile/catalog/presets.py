@@ -1,14 +1,14 @@
 """Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
 
 The configurations are from the models' repositories (``transformer/config.json``) and the defaults of the diffusers
-classes, which are the published sizes of FLUX.1, HunyuanVideo and Qwen-Image.  Imports torch when a model is made, because
-``--help`` shows the names.
+classes, which are the published sizes of FLUX.1, FLUX.2-dev, HunyuanVideo, Qwen-Image, Z-Image and LTX-Video 0.9.  Imports
+torch when a model is made, because ``--help`` shows the names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,8 @@ class Preset:
     """A model, called as its pipeline in diffusers calls it.
 
     ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step, 2 if the pipeline calls it once
-    per branch of classifier-free guidance, 1 if guidance is distilled or both branches are one batch (``sizes.batch`` is
-    then 2).  ``timestep``: whether a call passes one timestep per sample or one per token.  ``spatial`` and ``temporal``:
+    per branch of classifier-free guidance, 1 if guidance is distilled or both branches are one batch.  ``branches``: samples
+    of a call per sample of the output, 2 if both branches are one batch.  ``timestep``: whether a call passes one timestep per sample or one per token.  ``spatial`` and ``temporal``:
     pixels and frames per latent element, patches of packed latents (FLUX) included.
     """
 
@@ -81,6 +81,12 @@ class Preset:
     timestep: Timestep = "sample"
     spatial: int
     temporal: int = 1
+    branches: int = 1
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of the blocks."""
+        return int(self.config.get("num_attention_heads") or self.config["n_heads"])
 
     def workload(self, sizes: OutputSizes | None = None) -> Workload:
         """The calls of this model at ``sizes``, or at its usual sizes."""
@@ -133,24 +139,25 @@ class Preset:
 
         from .weightless import trace_without_weights
 
-        heads = self.config["num_attention_heads"]
+        heads = self.heads
         if degree < 1 or heads % degree:
             raise ChunkflowError(
                 f"{self.name} has {heads} attention heads: the Ulysses degree {degree} must divide them."
             )
-        build = partial(self._model_and_inputs, sizes, quantize)
+        build = partial(self._model_and_inputs, sizes, quantize, max(1, self.branches // cfg_parallel))
         return trace_without_weights(build, degree, min_bytes, torch.bfloat16, cfg_parallel)
 
     def _model_and_inputs(
-        self, sizes: OutputSizes | None, quantize: Quantisation | None = None
+        self, sizes: OutputSizes | None, quantize: Quantisation | None = None, branches: int | None = None
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Made in the default dtype, on the default device; inputs in bfloat16."""
+        """Made in the default dtype, on the default device; inputs in bfloat16.  ``branches``: None for those of a call."""
         import torch
 
         from .families import FAMILIES
         from .quantised import quantised
 
         shape = self.shape(sizes or self.sizes)
+        shape = replace(shape, batch=shape.batch * (branches or self.branches))
         model, inputs = FAMILIES[self.family].model_and_inputs(self.config, shape, torch.bfloat16)
         if quantize is not None:
             quantised(model, quantize)
@@ -173,6 +180,25 @@ def _wan(*, heads: int, layers: int, mlp: int, channels: int, out: int = 16, **m
         "rope_max_seq_len": 1024,
         **more,
     }
+
+
+def _flux2(name: str, *, layers: int, singles: int, heads: int, text: int, guidance: bool) -> Preset:
+    return Preset(
+        name=name,
+        family="flux2",
+        config={
+            "in_channels": 128,
+            "num_layers": layers,
+            "num_single_layers": singles,
+            "attention_head_dim": 128,
+            "num_attention_heads": heads,
+            "joint_attention_dim": text,
+            "guidance_embeds": guidance,
+        },
+        sizes=OutputSizes(height=1024, width=1024),
+        forwards=1,
+        spatial=16,
+    )
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -201,6 +227,24 @@ PRESETS: Mapping[str, Preset] = {
             name="wan2.1-i2v-14b",
             family="wan-i2v",
             config=_wan(heads=40, layers=40, mlp=13824, channels=36, image_dim=1280, added_kv_proj_dim=5120),
+            sizes=OutputSizes(height=480, width=832, frames=81),
+            forwards=2,
+            spatial=8,
+            temporal=4,
+        ),
+        Preset(
+            name="wan2.1-t2v-14b",
+            family="wan",
+            config=_wan(heads=40, layers=40, mlp=13824, channels=16),
+            sizes=OutputSizes(height=720, width=1280, frames=81),
+            forwards=2,
+            spatial=8,
+            temporal=4,
+        ),
+        Preset(
+            name="wan2.1-t2v-1.3b",
+            family="wan",
+            config=_wan(heads=12, layers=30, mlp=8960, channels=16),
             sizes=OutputSizes(height=480, width=832, frames=81),
             forwards=2,
             spatial=8,
@@ -255,6 +299,62 @@ PRESETS: Mapping[str, Preset] = {
             sizes=OutputSizes(height=1024, width=1024, text=64),  # prompts are not padded: some forty words
             forwards=2,
             spatial=16,
+        ),
+        _flux2("flux.2-dev", layers=8, singles=48, heads=48, text=15360, guidance=True),
+        _flux2("flux.2-klein-4b", layers=5, singles=20, heads=24, text=7680, guidance=False),
+        Preset(
+            name="z-image-turbo",
+            family="z-image",
+            config={
+                "in_channels": 16,
+                "dim": 3840,
+                "n_layers": 30,
+                "n_refiner_layers": 2,
+                "n_heads": 30,
+                "n_kv_heads": 30,
+                "cap_feat_dim": 2560,
+            },
+            sizes=OutputSizes(height=1024, width=1024, text=64),  # as for Qwen-Image
+            forwards=1,
+            spatial=16,
+        ),
+        Preset(
+            name="sd3.5-large",
+            family="sd3",
+            config={
+                "in_channels": 16,
+                "out_channels": 16,
+                "num_layers": 38,
+                "attention_head_dim": 64,
+                "num_attention_heads": 38,
+                "joint_attention_dim": 4096,
+                "caption_projection_dim": 2432,
+                "pooled_projection_dim": 2048,
+                "pos_embed_max_size": 192,
+                "qk_norm": "rms_norm",
+            },
+            sizes=OutputSizes(height=1024, width=1024, text=333),  # 77 of CLIP and 256 of T5
+            forwards=1,
+            spatial=16,
+            branches=2,
+        ),
+        Preset(
+            name="ltx-video",
+            family="ltx",
+            config={
+                "in_channels": 128,
+                "out_channels": 128,
+                "num_layers": 28,
+                "attention_head_dim": 64,
+                "num_attention_heads": 32,
+                "cross_attention_dim": 2048,
+                "caption_channels": 4096,
+            },
+            sizes=OutputSizes(height=512, width=704, frames=161, text=128),
+            forwards=1,
+            spatial=32,
+            temporal=8,
+            branches=2,
         ),
     )
 }

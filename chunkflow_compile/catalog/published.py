@@ -110,6 +110,45 @@ _QWEN_7B: Config = {
     "num_key_value_heads": 4,
     "use_cache": False,
 }
+# Mistral Small 3 of 24B; its vision tower is not called for a text.
+_MISTRAL_24B: Config = {
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "use_cache": False,
+}
+_QWEN3_4B: Config = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "use_cache": False,
+}
+_CLIP_G: Config = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "projection_dim": 1280,
+    "hidden_act": "gelu",
+}
+_WAN_5B_VAE: Config = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
 _FLUX_VAE: Config = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -121,6 +160,25 @@ _FLUX_VAE: Config = {
     "use_post_quant_conv": False,
 }
 
+
+def _wan(
+    name: str, *, steps: int, experts: int = 1, channels: int = 16, scale: int = 8, vae: Config | None = None
+) -> Published:
+    umt5: Config = {**_T5_XXL, "vocab_size": 256384}
+    return Published(
+        transformer=PRESETS[name],
+        experts=experts,
+        encoders=(Encoder(name="text_encoder", class_name="UMT5EncoderModel", config=umt5, tokens=512, calls=2),),
+        vae="AutoencoderKLWan",
+        vae_config=vae or {},
+        channels=channels,
+        scale=scale,
+        steps=steps,
+    )
+
+
+_T5: Config = {**_T5_XXL, "vocab_size": 32128}
+
 PUBLISHED: Mapping[str, Published] = {
     p.name: p
     for p in (
@@ -131,7 +189,7 @@ PUBLISHED: Mapping[str, Published] = {
                 Encoder(
                     name="text_encoder_2",
                     class_name="T5EncoderModel",
-                    config={**_T5_XXL, "vocab_size": 32128},
+                    config=_T5,
                     tokens=512,
                 ),
             ),
@@ -141,23 +199,10 @@ PUBLISHED: Mapping[str, Published] = {
             scale=8,
             steps=28,
         ),
-        Published(
-            transformer=PRESETS["wan2.2-t2v-a14b"],
-            experts=2,
-            encoders=(
-                Encoder(
-                    name="text_encoder",
-                    class_name="UMT5EncoderModel",
-                    config={**_T5_XXL, "vocab_size": 256384},
-                    tokens=512,
-                    calls=2,
-                ),
-            ),
-            vae="AutoencoderKLWan",
-            channels=16,
-            scale=8,
-            steps=40,
-        ),
+        _wan("wan2.2-t2v-a14b", steps=40, experts=2),
+        _wan("wan2.2-ti2v-5b", steps=50, channels=48, scale=16, vae=_WAN_5B_VAE),
+        _wan("wan2.1-t2v-14b", steps=50),
+        _wan("wan2.1-t2v-1.3b", steps=50),
         Published(
             transformer=PRESETS["qwen-image"],
             encoders=(Encoder(name="text_encoder", class_name="Qwen2Model", config=_QWEN_7B, tokens=512, calls=2),),
@@ -176,6 +221,64 @@ PUBLISHED: Mapping[str, Published] = {
             tiled=True,  # whole frames take 50 GiB
             channels=16,
             scale=8,
+            steps=50,
+        ),
+        Published(
+            transformer=PRESETS["flux.2-dev"],
+            encoders=(Encoder(name="text_encoder", class_name="MistralModel", config=_MISTRAL_24B, tokens=512),),
+            vae="AutoencoderKLFlux2",
+            channels=32,
+            scale=8,
+            steps=50,
+        ),
+        Published(
+            transformer=PRESETS["flux.2-klein-4b"],
+            encoders=(Encoder(name="text_encoder", class_name="Qwen3Model", config=_QWEN3_4B, tokens=512),),
+            vae="AutoencoderKLFlux2",
+            channels=32,
+            scale=8,
+            steps=4,
+        ),
+        Published(
+            transformer=PRESETS["z-image-turbo"],
+            encoders=(Encoder(name="text_encoder", class_name="Qwen3Model", config=_QWEN3_4B, tokens=512),),
+            vae="AutoencoderKL",
+            vae_config=_FLUX_VAE,
+            channels=16,
+            scale=8,
+            steps=9,
+        ),
+        Published(
+            transformer=PRESETS["sd3.5-large"],
+            encoders=(
+                Encoder(
+                    name="text_encoder",
+                    class_name="CLIPTextModelWithProjection",
+                    config={**_CLIP_L, "projection_dim": 768},
+                    tokens=77,
+                    calls=2,
+                ),
+                Encoder(
+                    name="text_encoder_2",
+                    class_name="CLIPTextModelWithProjection",
+                    config=_CLIP_G,
+                    tokens=77,
+                    calls=2,
+                ),
+                Encoder(name="text_encoder_3", class_name="T5EncoderModel", config=_T5, tokens=256, calls=2),
+            ),
+            vae="AutoencoderKL",
+            vae_config=_FLUX_VAE,
+            channels=16,
+            scale=8,
+            steps=28,
+        ),
+        Published(
+            transformer=PRESETS["ltx-video"],
+            encoders=(Encoder(name="text_encoder", class_name="T5EncoderModel", config=_T5, tokens=128, calls=2),),
+            vae="AutoencoderKLLTXVideo",
+            channels=128,
+            scale=32,
             steps=50,
         ),
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import OutputSizes
 from chunkflow_compile.catalog.published import Published, published
+from chunkflow_compile.catalog.trace_cache import Entry
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -31,6 +33,7 @@ from chunkflow_compile.weights.progress import Progress
 from .arguments import FORMS, sizes_given
 from .machine import choose_hardware, machine, note_hardware
 from .output import say, write_json
+from .target import preset_call, trace_entry
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,20 +85,31 @@ def _components(
     """The phases of a generation, in order."""
     for encoder in pipeline.encoders:
         with progress.phase(f"tracing {encoder.name}"):
-            cost = eager_cost(encoder.model_and_inputs, torch.bfloat16)
-            traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
+            encoded, build = asdict(encoder), encoder.model_and_inputs
+            cost = _cost(encoded, partial(eager_cost, build, torch.bfloat16))
+            trace = partial(trace_without_weights, build, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
+            traced = trace_entry(encoded).get(trace)
             yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)))
     transformer = pipeline.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
-        cut = make_cut(replace(transformer.trace(1, sizes), fused=fused))
-        cost = eager_cost(partial(transformer.build, sizes, torch.device("cpu")), torch.bfloat16)
+        key, call = preset_call(transformer, 1, sizes, DEFAULT_MIN_BYTES, None, 1)
+        cut = make_cut(replace(trace_entry(key).get(call), fused=fused))
+        build = partial(transformer.build, sizes, torch.device("cpu"))
+        cost = _cost(key, partial(eager_cost, build, torch.bfloat16))
     for expert in range(pipeline.experts):  # each takes its share of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
         yield _component(name, cost, mine * transformer.forwards, cut)
     with progress.phase("decoding"):
-        cost = eager_cost(partial(pipeline.vae_and_latents, sizes), torch.bfloat16, "decode")
+        decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
+        decode = partial(pipeline.vae_and_latents, sizes)
+        cost = _cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
     yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
+
+
+def _cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:
+    """What the cache has of a call, or else what is counted."""
+    return Entry(kind="cost", key=key, write=asdict, read=lambda body: EagerCost(**body)).get(count)
 
 
 def _component(name: str, cost: EagerCost, calls: int, cut: Cut | None = None) -> Component:

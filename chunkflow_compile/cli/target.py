@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from chunkflow_compile.catalog.branches import BRANCHES
-from chunkflow_compile.catalog.presets import preset
+from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.catalog.trace_cache import Entry
 from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
@@ -253,12 +253,23 @@ def _preset(arguments: argparse.Namespace, min_bytes: int) -> Model:
     model, quantize = preset(arguments.model), arguments.quantize
     sizes = replace(model.sizes, **sizes_given(arguments))
     model.shape(sizes)
-    forwards = _forwards(arguments, model.name, model.forwards)
-    call = (arguments.ulysses, sizes, min_bytes, quantize, arguments.cfg_parallel)
+    forwards = _forwards(arguments, model.name, model.forwards * (model.branches if arguments.cfg_parallel > 1 else 1))
+    key, call = preset_call(model, arguments.ulysses, sizes, min_bytes, quantize, arguments.cfg_parallel)
     title = f"{model.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    key = {"model": asdict(model), "call": [asdict(part) if part is sizes else part for part in call]}
-    entry = Entry(kind="trace", key=key, write=body_of, read=traced_from)
-    return title, forwards, partial(entry.get, partial(_trace, arguments, partial(model.trace, *call))), key
+    return title, forwards, partial(trace_entry(key).get, partial(_trace, arguments, call)), key
+
+
+def preset_call(
+    model: Preset, degree: int, sizes: OutputSizes, *more: Any
+) -> tuple[Mapping[str, Any], Callable[[], Traced]]:
+    """All that a trace of a preset depends on, and the function that traces it.  ``more``: other arguments of its trace."""
+    key = {"model": asdict(model), "degree": degree, "sizes": asdict(sizes), "more": more}
+    return key, partial(model.trace, degree, sizes, *more)
+
+
+def trace_entry(key: Mapping[str, Any]) -> Entry[Traced]:
+    """The entry of a traced graph in the cache."""
+    return Entry(kind="trace", key=key, write=body_of, read=traced_from)
 
 
 def _bodies(problems: Problems) -> list[Any]:

@@ -54,6 +54,8 @@ _PACKED = ("flux", "qwen-image")
 _EDGES, _FROM_HERE = (0.5, 1, 2), (1, 2, 3)
 # Parts of the budget: the rest that activations leave is rounded down to one of them, so that few plans are made.
 _PARTS = 16
+# The families whose calls it derives from the arguments of a pipeline; of two of one class, the narrower one first.
+_KNOWN = ("wan-i2v", "wan", "flux", "hunyuanvideo", "qwen-image")
 # Arguments of pipelines for the number of samples.
 _BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
 # Arguments of pipelines without which true_cfg_scale has no effect.
@@ -309,10 +311,11 @@ def _answer() -> None:
 
 def _family(model: nn.Module) -> Family:
     config: Any = model.config
-    for family in [*FAMILIES.values()][::-1]:  # wan-i2v before wan
+    known = [FAMILIES[name] for name in _KNOWN]
+    for family in known:
         if family.class_name == type(model).__name__ and (family.name != "wan-i2v" or config.get("image_dim")):
             return family
-    classes = ", ".join(sorted({f.class_name for f in FAMILIES.values()}))
+    classes = ", ".join(sorted({f.class_name for f in known}))
     raise ChunkflowError(f"admit does not know the inputs of {type(model).__name__}; it knows those of {classes}.")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from chunkflow_compile.catalog.families import FAMILIES
 from chunkflow_compile.catalog.presets import PRESETS, Preset
+from chunkflow_compile.catalog.published import PUBLISHED
 from chunkflow_compile.catalog.quantised import quantised
 from chunkflow_compile.catalog.sizes import Shape
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
@@ -41,6 +42,81 @@ def two_of_each(name: str) -> Preset:
 def traced(name: str, degree: int = 1) -> Cut:
     """Two blocks of each kind of a preset, cut into regions."""
     return make_cut(two_of_each(name).trace(degree))
+
+
+# Billions of parameters, as the models' pages say or as their files hold.
+PUBLISHED_SIZES = {
+    "wan2.2-ti2v-5b": 5.0,
+    "wan2.2-t2v-a14b": 14.29,
+    "wan2.1-t2v-14b": 14.29,
+    "wan2.1-t2v-1.3b": 1.42,
+    "wan2.1-i2v-14b": 16.4,
+    "flux.1-dev": 11.9,
+    "flux.2-dev": 32.2,
+    "flux.2-klein-4b": 3.88,
+    "hunyuanvideo": 12.8,
+    "qwen-image": 20.4,
+    "z-image-turbo": 6.15,
+    "sd3.5-large": 8.06,
+    "ltx-video": 1.92,
+}
+# Of the encoders of its pipeline, and of its VAE.
+PUBLISHED_PARTS = {
+    "wan2.2-ti2v-5b": (5.68, 0.705),
+    "wan2.1-t2v-1.3b": (5.68, 0.127),
+    "flux.2-dev": (22.9, 0.084),
+    "flux.2-klein-4b": (4.02, 0.084),
+    "z-image-turbo": (4.02, 0.084),
+    "sd3.5-large": (0.124, 0.695, 4.76, 0.084),
+    "ltx-video": (4.76, 0.419),
+}
+
+
+def billions(model: nn.Module) -> float:
+    return sum(p.numel() for p in model.parameters()) / 1e9
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    model, _ = PRESETS[name].build(None, torch.device("meta"))
+    assert billions(model) == pytest.approx(PUBLISHED_SIZES[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARTS)
+def test_a_pipeline_has_the_published_encoders_and_vae(name: str) -> None:
+    pytest.importorskip("transformers")
+    found = PUBLISHED[name]
+    with torch.device("meta"):
+        vae, latents = found.vae_and_latents(found.transformer.sizes)
+        parts = [*(encoder.model_and_inputs()[0] for encoder in found.encoders), vae]
+    assert [billions(part) for part in parts] == pytest.approx(PUBLISHED_PARTS[name], rel=0.005)
+    shape, sizes = latents["z"].shape, found.transformer.sizes
+    assert shape[0] == 1 and shape[-2:] == (sizes.height // found.scale, sizes.width // found.scale)
+    assert shape[1] == vae.config.get("z_dim", vae.config.get("latent_channels"))
+
+
+@pytest.mark.parametrize(
+    "name,block",
+    [
+        ("flux.2-klein-4b", "single_transformer_blocks.0"),
+        ("z-image-turbo", "layers.0"),
+        ("sd3.5-large", "transformer_blocks.0"),
+        ("ltx-video", "transformer_blocks.0"),
+    ],
+)
+def test_one_block_of_each_kind_of_a_preset(name: str, block: str) -> None:
+    """Its call traces, and takes two FLOPs per parameter and token, and attention."""
+    found, kinds = PRESETS[name], ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
+    model = replace(found, config={**found.config, **{key: 1 for key in kinds if key in found.config}})
+    problem = make_cut(model.trace(1)).problem
+    shape = found.shape(found.sizes)
+    tokens = found.branches * shape.frames * shape.height * shape.width
+    costs = [r.cost for r in problem.regions if r.block == block]
+    nbytes = block_bytes(problem, block)
+    if name == "sd3.5-large":  # whose only block reads its text and the timestep with half of its weights
+        nbytes = 2 * 12 * 2432**2
+    assert sum(c.attention for c in costs) > 0
+    assert sum(c.flops - c.attention for c in costs) == pytest.approx(tokens * nbytes, rel=0.2)
 
 
 def block_flops(problem: Problem, block: str) -> int:
