@@ -254,8 +254,11 @@ def _show_progress(model: nn.Module, progress: CompileProgress) -> None:
 
     def shown(*args: Any, **kwargs: Any) -> Any:
         mine: Any = seen()
+        call = called or mine._call_impl
+        if torch.compiler.is_compiling():  # as a part of code that another torch.compile compiles
+            return call(*args, **kwargs)
         with progress:
-            return (called or mine._call_impl)(*args, **kwargs)
+            return call(*args, **kwargs)
 
     model._compiled_call_impl = shown
 
