@@ -81,15 +81,17 @@ def inline_regions(graph: GraphModule) -> None:
 
 def _inline(graph: GraphModule, call: Node) -> None:
     """Replace one call of a region, ``call(region, name, *operands)``."""
-    attribute, _, *operands = call.args
-    region = graph.get_submodule(attribute.target)  # type: ignore[union-attr, arg-type]
-    copies: dict[Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))  # type: ignore[operator, union-attr]
+    place: Any
+    operands: Any
+    place, _, *operands = call.args
+    region: Any = graph.get_submodule(place.target)
+    copies: dict[Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
     with graph.graph.inserting_before(call):
-        for node in region.graph.find_nodes(op="get_attr"):  # type: ignore[operator, union-attr]
-            name = f"{attribute.target}_{node.target}"  # type: ignore[union-attr]
+        for node in region.graph.find_nodes(op="get_attr"):
+            name = f"{place.target}_{node.target}"
             setattr(graph, name, getattr(region, node.target))
             copies[node] = graph.graph.get_attr(name)
-        returned: Any = graph.graph.graph_copy(region.graph, copies)  # type: ignore[arg-type]
+        returned: Any = graph.graph.graph_copy(region.graph, copies)
     for node, copied in copies.items():
         if node.op.startswith("call_") and "nn_module_stack" in call.meta:  # the copied one is that of the first call
             copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
@@ -97,8 +99,8 @@ def _inline(graph: GraphModule, call: Node) -> None:
         item.replace_all_uses_with(returned[item.args[1]])
         graph.graph.erase_node(item)
     graph.graph.erase_node(call)
-    if not attribute.users:  # type: ignore[union-attr]
-        graph.graph.erase_node(attribute)  # type: ignore[arg-type]
+    if not place.users:
+        graph.graph.erase_node(place)
 
 
 def lower_to_aten(

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 FLOATS = [0.9**i for i in range(5)]
+INTS = [2, 3, 5, 4, 7]
 
 
 class Numbered(Block):
@@ -55,10 +56,13 @@ USES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Call]]] = {
     ),
     "floats by keyword": (lambda y, *, by, to: y / by - to, [((), {"by": s, "to": 2 * s}) for s in FLOATS]),
     "a float and a size": (lambda y, by: y * (by * y.shape[0]), [((s,), {}) for s in FLOATS]),
-    "a float and an int": (lambda y, by, n: y * (by * n) + n, [((s, n), {}) for s, n in zip(FLOATS, (2, 3, 5, 4, 7))]),
+    "a float and an int": (
+        lambda y, by, n: y * (by * n) + n,
+        [((s, n), {}) for s, n in zip(FLOATS, INTS, strict=True)],
+    ),
     "a float and a bool": (chosen, [((s, i % 2 == 0), {}) for i, s in enumerate(FLOATS)]),
     "a float that no tensor replaces": (lambda y, by: y.clamp(max=by) * by, [((s,), {}) for s in FLOATS]),
-    "an int": (lambda y, n: y.roll(n, 1) * n, [((n,), {}) for n in (2, 3, 5, 4, 7)]),
+    "an int": (lambda y, n: y.roll(n, 1) * n, [((n,), {}) for n in INTS]),
 }
 INDUCTOR = ("a float", "floats in a dict", "a float and a size")
 
