@@ -67,7 +67,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
 
 def inline_regions(graph: GraphModule) -> None:
-    """Replace the calls of regions that the user has marked (``torch.compiler.nested_compile_region``) by their ops, in place.
+    """Replace the calls of regions that users mark (``torch.compiler.nested_compile_region``) by their ops, in place.
 
     A call is one op that hides its FLOPs, its collectives and its memory from the plan.  Regions of one structure are
     lowered once in any case.
