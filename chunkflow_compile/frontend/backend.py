@@ -51,6 +51,7 @@ from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
     describe_parameters,
+    inline_regions,
     lower_to_aten,
     move_tables,
     weights_among,
@@ -136,6 +137,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     refuse_gradient_buckets(graph)
     refuse_attributes(graph, chosen.min_bytes)
     note_graph_break(graph)
+    inline_regions(graph)
     index, placed = index_of(*weights_and_modules(graph, inputs, chosen.min_bytes), chosen.min_bytes)
     weights = weights_among(inputs, index)
     if not weights:

@@ -292,9 +292,12 @@ class Shown:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
+        call = self._called or model._call_impl
+        if torch.compiler.is_compiling():  # as a part of code that another torch.compile compiles
+            return call(*args, **kwargs)
         placement = placement_of(model)
         with self._progress, contextlib.nullcontext() if placement is None else placement.store.first_call():
-            return (self._called or model._call_impl)(*args, **kwargs)
+            return call(*args, **kwargs)
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:

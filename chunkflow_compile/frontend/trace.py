@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkflow_compile.passes.graph.discover import group_names
@@ -45,6 +46,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
     index, traced = ModelIndex.of(model), list[Traced]()
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        inline_regions(graph)
         parameters = describe_parameters(example_inputs, index, min_bytes)
 
         def compiler(aten: GraphModule, _: Sequence[Any]) -> Any:
@@ -62,6 +64,43 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
             large = large_weights([model], index, min_bytes)
             return replace(traced[-1], large=tuple((index.names[id(w)][0], w.nbytes) for w in large))
     raise AssertionError("a traced graph is never run")
+
+
+def inline_regions(graph: GraphModule) -> None:
+    """Replace the calls of regions that users mark (``torch.compiler.nested_compile_region``) by their ops, in place.
+
+    A call is one op that hides its FLOPs, its collectives and its memory from the plan.  Regions of one structure are
+    lowered once in any case.
+    """
+    while calls := graph.graph.find_nodes(op="call_function", target=invoke_subgraph):
+        for call in calls:
+            _inline(graph, call)
+        graph.delete_all_unused_submodules()
+        graph.recompile()
+
+
+def _inline(graph: GraphModule, call: Node) -> None:
+    """Replace one call of a region, ``call(region, name, *operands)``."""
+    place: Any
+    operands: Any
+    place, _, *operands = call.args
+    region: Any = graph.get_submodule(place.target)
+    copies: dict[Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with graph.graph.inserting_before(call):
+        for node in region.graph.find_nodes(op="get_attr"):
+            name = f"{place.target}_{node.target}"
+            setattr(graph, name, getattr(region, node.target))
+            copies[node] = graph.graph.get_attr(name)
+        returned: Any = graph.graph.graph_copy(region.graph, copies)
+    for node, copied in copies.items():
+        if node.op.startswith("call_") and "nn_module_stack" in call.meta:  # the copied one is that of the first call
+            copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
+    for item in [*call.users]:
+        item.replace_all_uses_with(returned[item.args[1]])
+        graph.graph.erase_node(item)
+    graph.graph.erase_node(call)
+    if not place.users:
+        graph.graph.erase_node(place)
 
 
 def lower_to_aten(

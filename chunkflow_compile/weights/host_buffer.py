@@ -245,6 +245,11 @@ class HostBuffer:
             self.check()
             self._store.count(self.name, nbytes)
 
+    def warn_of_compiler(self, backend: str) -> None:
+        """Another backend compiles code that copies the values in each of its calls."""
+        if self._store is not None:
+            self._store.warn_of_compiler(self.name, backend)
+
     def values(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the host tensor as an ordinary tensor, to be read; of a packed weight it is a copy.
 

@@ -73,6 +73,7 @@ class HostStore:
     _warned_of_bound: bool = False
     _warned_of_raw: bool = False
     _warned_of_exported: bool = False
+    _warned_of_compiler: bool = False
 
     @property
     def root(self) -> nn.Module | None:
@@ -279,6 +280,19 @@ class HostStore:
                 )
             self._fetched.clear()
             warnings.warn(said, stacklevel=2)
+
+    def warn_of_compiler(self, name: str, backend: str) -> None:
+        """Warn once that another backend compiles code that reads a weight, and then not of eager ops as well."""
+        if self._warned_of_compiler:
+            return
+        self._warned_of_compiler = self.warned = True
+        model = type(self.root).__name__
+        warnings.warn(
+            f"torch.compile with backend={backend!r} compiles code that reads offloaded weights of {model}, such as {name}. "
+            "Outputs are right, but each weight is copied when it is needed, in every call, and no copy overlaps compute. "
+            f"Compile the function that calls {model} with backend='chunkflow', or call {model} outside compiled code.",
+            stacklevel=2,
+        )
 
     @property
     def piece_bytes(self) -> int:

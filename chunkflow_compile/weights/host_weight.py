@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,8 +45,17 @@ _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 
+# The name of ChunkFlow's backend.
+_OURS = "chunkflow"
 # Attributes of a HostWeight, of which one stays with the tensor when its values are exchanged.
 _OWN = {*STATE, "life"}
+
+
+class CompiledViewError(ChunkflowError, ShortenTraceback):
+    """A ChunkflowError while Dynamo traces, which passes it on as it is."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said, first_useful_frame=None)
 
 
 class HostWeight(torch.Tensor):
@@ -89,12 +99,17 @@ class HostWeight(torch.Tensor):
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        if self._is_view() and _is_for_us():
-            raise ChunkflowError(
-                f"A view of {self.buffer.name} of shape {list(self.shape)} comes into compiled code, but the weight is "
+        backend = _traced_by()
+        if backend != _OURS:
+            if backend is not None:
+                self.buffer.warn_of_compiler(backend)
+            return ["raw_host"], self.device
+        if self._is_view():
+            raise CompiledViewError(
+                f"A view of {self.buffer.name} of shape {list(self.shape)} is an input of compiled code, but the weight is "
                 "offloaded: pass a copy, view.clone(), or take the view from the weight inside forward."
             )
-        return ["host" if _is_for_us() else "raw_host"], self.device
+        return ["host"], self.device
 
     @staticmethod
     def __tensor_unflatten__(
@@ -332,17 +347,23 @@ class HostWeight(torch.Tensor):
         raise AttributeError(_refusal(self, "__cuda_array_interface__"))  # hasattr is False
 
 
+def _traced_by() -> str | None:
+    """The backend for which Dynamo traces a call in this thread, or None.  torch.export counts as None: it calls nothing."""
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:  # Dynamo is not at work in this thread
+        return None
+    backend = output.compiler_fn
+    return None if output.export else getattr(backend, "compiler_name", getattr(backend, "__name__", "a function"))
+
+
 def _is_for_us() -> bool:
     """Whether Dynamo traces for ChunkFlow in this thread.
 
     A program gets each weight on the device, so its trace has an ordinary tensor there, which all of torch's ops take: loops
     (``while_loop``) and ``flex_attention`` take no tensor subclass.
     """
-    try:
-        backend = InstructionTranslator.current_tx().output.compiler_fn
-    except AttributeError:  # Dynamo is not at work in this thread
-        return False
-    return getattr(backend, "__name__", "") == "chunkflow"
+    return _traced_by() == _OURS
 
 
 # The buffer of a weight, its form, and the counts of which its ``writes`` is the sum: for what compares many weights in every
