@@ -108,8 +108,9 @@ class HostBuffer:
 
     def _own_uses(self, view: torch.Tensor) -> int:
         """Uses of the memory by this and by a weight whose host tensor is ``view``, as :func:`uses` counts them: each tensor,
-        and the storage that it asks."""
-        return 1 + len({id(self.host), id(view)})
+        that of which it is a view, and the storage that is asked."""
+        tensors = (self.host, view, self.host._base, view._base)
+        return 1 + len({id(tensor) for tensor in tensors if tensor is not None})
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
         """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""
