@@ -18,7 +18,7 @@ import pytest
 import test_limits
 import torch
 from conftest import EAGER, WITHIN
-from helpers import stack
+from helpers import Stack, stack, twins
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
 from test_host_weight import ON_MODELS, READS, WRITES
@@ -382,22 +382,47 @@ def test_threads_read_while_it_is_written() -> None:
     assert same(model, twin)
 
 
-def test_it_is_read_while_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a signal handler, and by a child that is forked then: half of the packed bytes are new."""
+@pytest.mark.parametrize("how", ["interrupted", "too many escape", "a fork"])
+def test_bytes_that_are_half_written_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread that has waited for the lock meanwhile, and by a child that is forked then: the pages have the values."""
     model, twin = pair()
-    weight, values = model.get_parameter(NAME), twin.get_parameter(NAME)
-    pack, seen = packed_weights.pack_into, list[bool]()
+    weight, values, backing = model.get_parameter(NAME), twin.get_parameter(NAME), buffers(model)[NAME]._backing
+    packing, over = threading.Event(), threading.Event()
+    pack, readers = packed_weights.pack_into, list[threading.Thread]()
+    found = list[torch.Tensor]()
+    assert isinstance(backing, Packed)
 
     def packs(memory: torch.Tensor, *args: Any) -> bool:
         memory[: len(memory) // 2].bitwise_not_()
-        seen.append(torch.equal(weight.clone(), values))
-        seen.append(in_a_child(lambda: torch.equal(weight.clone(), values) and torch.equal(weight[1:], values[1:])))
-        return pack(memory, *args)
+        readers.append(threading.Thread(target=lambda: found.append(backing.read(NAME))))
+        readers[-1].start()
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        packing.set()
+        if how == "a fork":
+            over.wait()
+        return how == "a fork" and pack(memory, *args)
 
     monkeypatch.setattr(packed_weights, "pack_into", packs)
     values.mul_(2)
-    weight.mul_(2)
-    assert seen == [True, True] and same(model, twin) and NAME in packed(model)
+    if how == "interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            weight.mul_(2)
+    elif how == "a fork":
+        thread = threading.Thread(target=torch.no_grad()(lambda: weight.mul_(2)))
+        thread.start()
+        packing.wait()
+        try:
+            assert in_a_child(lambda: torch.equal(weight.clone(), values) and same(model, twin))
+        finally:
+            over.set()
+            thread.join()
+    else:
+        weight.mul_(2)
+    for reader in readers:
+        reader.join()
+    assert len(found) == 1 and torch.equal(found[0], values) and same(model, twin)
+    assert buffers(model)[NAME].is_packed == (how == "a fork")
 
 
 def in_a_child(work: Callable[[], bool]) -> bool:
@@ -485,8 +510,10 @@ ALONE: dict[str, Callable[[list[Any], int, int], Any]] = {
 
 @pytest.mark.parametrize("what", ALONE)
 def test_threads_write_weights_that_have_outlived_their_model(what: str) -> None:
-    (model, twin), errors = pair(), list[BaseException]()
+    model, twin = twins(lambda: Stack(width=256).to(BF16).requires_grad_(False))
+    offload(model, min_bytes=LEAST, pack=True)
     kept, plain = ([m.get_parameter(n) for n in (NAME, "blocks.1.up.weight")] for m in (model, twin))
+    errors = list[BaseException]()
     assert packed(model)
     del model
     gc.collect()
@@ -507,6 +534,31 @@ def test_threads_write_weights_that_have_outlived_their_model(what: str) -> None
     for row in range(4):
         work(plain, row)
     assert not errors and all(torch.equal(w, p) for w, p in zip(kept, plain, strict=True))
+
+
+def test_a_write_waits_for_that_of_another_thread() -> None:
+    """Else the first one closes the pages under the second one."""
+    model, twin = pair()
+    buffer, (weight, values) = buffers(model)[NAME], (m.get_parameter(NAME) for m in (model, twin))
+    del model
+    gc.collect()
+    begun, entered = threading.Event(), threading.Event()
+
+    def second() -> None:
+        begun.set()
+        with buffer.write():
+            entered.set()
+            buffer.host[1] = 2
+
+    thread = threading.Thread(target=second)
+    with buffer.write():
+        thread.start()
+        begun.wait()
+        assert not entered.wait(0.1)
+        buffer.host[0] = 2
+    thread.join()
+    values[:2] = 2
+    assert entered.is_set() and torch.equal(weight, values) and buffer.is_packed and held(buffer.host) == 0
 
 
 def test_a_small_model_is_saved_as_it_was(tmp_path: Path) -> None:
