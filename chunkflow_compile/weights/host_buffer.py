@@ -24,8 +24,8 @@ Copies of the values, none of which is written by anybody but its maker:
 * on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
   step;
 * in an op outside programs, one for that op; of a packed weight also on the CPU;
-* in a state_dict, the memory itself (``exported``), whose writes :meth:`HostBuffer.settle` takes; of SHARED pages a mapping that
-  copies a page when it is written, and whose writes are not the model's.
+* in a state_dict, the memory itself (``exported``), whose writes :meth:`HostBuffer.settle` takes; of SHARED pages a mapping
+  that copies a page when it is written, and whose writes are not the model's.
 """
 
 from __future__ import annotations

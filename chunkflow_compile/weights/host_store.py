@@ -213,9 +213,13 @@ class HostStore:
                     if user is not None:
                         kept[id(buffer), id(user)] = lent, ref
                         slow |= changed and not buffer.is_packed
-                    elif changed and isinstance(pieces, Pieces) and self.peers is not None:
-                        if self.peers.same(buffer, pieces):
-                            buffer.pieces = replace(pieces, version=buffer.version)
+                    elif (
+                        changed
+                        and isinstance(pieces, Pieces)
+                        and self.peers is not None
+                        and self.peers.same(buffer, pieces)
+                    ):
+                        buffer.pieces = replace(pieces, version=buffer.version)
                 todo.pop()
         finally:
             self.exported += [*todo, *kept.values()]

@@ -68,5 +68,7 @@ def test_no_other_lock_is_held_over_a_fork() -> None:
 def test_a_child_does_not_wait_for_the_search_of_its_parent() -> None:
     """The thread that searches for vector instructions exists in one process."""
     searched = warm_up._started(-1)  # as of another process: it is not asked again for this one
-    assert in_a_child(lambda: warm_up._started(os.getpid()) is not searched and warm_up._started(os.getpid()).wait(WITHIN))
+    assert in_a_child(
+        lambda: warm_up._started(os.getpid()) is not searched and warm_up._started(os.getpid()).wait(WITHIN)
+    )
     searched.wait()
