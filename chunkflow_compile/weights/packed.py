@@ -5,9 +5,9 @@ of the values, so that a view of it is a view of the weight, but to touch it wou
 values in a temporary.  A writer opens the pages, and closes them afterwards.
 
 ``state_dict()`` opens the pages, too: its tensors are the memory of the weight, as those of any module are.  The pages are
-then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel tells which
-pages were written, also by a pointer or by NumPy; :meth:`Packed.settle` finds these writes, and closes the pages after the
-last tensor is gone.
+then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel tells
+which pages were written, also by a pointer or by NumPy; :meth:`Packed.settle` finds these writes, and closes the pages after
+the last tensor is gone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A ``state_dict()`` is the memory of the model: what writes it, by whatever way, writes the model, packed or not, and a write
-to the model is seen in it.  Beside each model stands a plain twin that gets the same writes."""
+"""A ``state_dict()`` is the memory of the model: what writes it, by whatever way, writes the model, packed or not, and a
+write to the model is seen in it.  Beside each model stands a plain twin that gets the same writes."""
 
 from __future__ import annotations
 
