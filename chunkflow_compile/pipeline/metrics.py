@@ -20,8 +20,8 @@ from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import components_of
 from chunkflow_compile.placed.placement import Placement, placement_of, unwrap
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.locks import ProcessLock
 
 # Times that a reading is tried that another thread has disturbed: it changes a list or a dict while this one goes through it.
 _TRIES = 5

@@ -14,7 +14,7 @@ from typing import Any
 from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
-from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.progress import line
 
 _log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.weights.locks import ProcessLock
 
 from .host_clock import MONOTONIC, HostClock
-from .locks import ProcessLock
 
 LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)

@@ -41,9 +41,9 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.pipeline.budget import Budget, budget_of
 from chunkflow_compile.report.record import seconds
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.leaves import leaves, tensors_of
+from chunkflow_compile.weights.locks import ProcessLock
 
 # Attribute of an applied pipeline: its Admitter.
 _ADMITTER = "_chunkflow_admitter"

@@ -39,12 +39,12 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
 from .bytes import alias, flat_bytes, in_one_memory, part_of, uses
 from .limits import no_room
+from .locks import ProcessLock
 from .mapping import close_pages
 from .packed import Packed
 from .pieces import Pieces

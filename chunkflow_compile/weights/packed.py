@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.packing import Layout, Run, pack, unpack_into
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
@@ -35,6 +34,7 @@ from .bytes import as_weight, flat_bytes, same_bits
 from .drive import Scratch
 from .host_memory import empty_pages, running_on
 from .limits import no_room
+from .locks import ProcessLock
 from .mapping import close_pages, map_over, memory_file, open_pages, own_memory, whole_pages, written_pages
 
 # Threads that pack a weight, at most: a few fill the memory bus.

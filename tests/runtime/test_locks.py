@@ -13,11 +13,11 @@ from conftest import WITHIN
 
 import chunkflow_compile
 from chunkflow_compile.lowering import warm_up
-from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.weights.locks import ProcessLock
 
 # Where a lock of Python's own may be, and why a child that was forked never waits for it.
 PLAIN = {
-    "runtime/locks.py": "ProcessLock has one for each process",
+    "weights/locks.py": "ProcessLock has one for each process",
     "runtime/streams.py": "queues of threads, which refuse the work of a child and end without their lock there",
     "runtime/cuda_time.py": "of calls on a GPU, which a child cannot use",
     "runtime/torch_cuda.py": "of the recording of a CUDA graph, likewise",
