@@ -24,19 +24,19 @@ _KERNEL = 'extern "C" void kernel(float* out) {}'
 def warm_up(device: torch.device) -> None:
     """Start it for a model on the CPU, once in a process, unless the user has chosen the instructions."""
     if device.type == "cpu" and _strongest_is_taken():
-        _started()
+        _started(os.getpid())
 
 
 def vector_instructions() -> cpu_vec_isa.VecISA:
     """Those for which Inductor generates code.  Waits for the search, which is not made for two threads."""
     if _strongest_is_taken():
-        _started().wait()
+        _started(os.getpid()).wait()
     return cpu_vec_isa.pick_vec_isa()
 
 
 @functools.cache
-def _started() -> threading.Event:
-    """Start the thread.  The event is set when the instructions are found."""
+def _started(process: int) -> threading.Event:
+    """Start the thread of a process: a forked child has none.  The event is set when the instructions are found."""
     searched = threading.Event()
     context = contextvars.copy_context()  # Inductor's configuration may be part of it
     threading.Thread(target=context.run, args=(_run, searched), name="chunkflow-warm-up", daemon=True).start()

@@ -31,8 +31,8 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import enough, size
+from chunkflow_compile.weights.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
 

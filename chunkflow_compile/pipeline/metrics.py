@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from chunkflow_compile.pipeline.components import components_of
 from chunkflow_compile.placed.placement import Placement, placement_of, unwrap
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
+from chunkflow_compile.weights.locks import ProcessLock
 
 # Times that a reading is tried that another thread has disturbed: it changes a list or a dict while this one goes through it.
 _TRIES = 5
@@ -79,7 +79,7 @@ class Metrics:
         self._watched: list[_Watched] = []
         self._registry = registry
         self._library = library
-        self._lock = threading.Lock()  # between scrapes
+        self._lock = ProcessLock()  # between scrapes
 
     def unregister(self) -> None:
         """Take it out of its registry."""
@@ -93,7 +93,7 @@ class Metrics:
         """What is known now.  Takes no lock of a call, and waits for no device."""
         families, taken = self._families(), set[Arena]()
         rank = str(dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
-        with self._lock:
+        with self._lock():
             for watched in self._present():
                 placements = _undisturbed(watched.placements)
                 if not placements:

@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
+from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.progress import line
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class CompileProgress:
     """
 
     # of all models: Dynamo has one list of callbacks, and goes through it without a lock
-    _registering = threading.Lock()
+    _registering = ProcessLock()
 
     def __init__(self, name: str, kinds: int, model: nn.Module, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -50,24 +51,24 @@ class CompileProgress:
         self._part = ""  # that is being compiled, if its module is known
         self._parts = set[str]()  # that were compiled, by name
         self._bar: tqdm[Any] | None = None
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._threads = Counter[int]()  # the calls of the model that each thread is in: a forward may call its model
         self._began = dict[int, float]()  # thread -> when its compilation under way has begun
 
     def __enter__(self) -> None:
-        with self._lock:
+        with self._lock():
             if not self._threads:
-                with self._registering:
+                with self._registering():
                     callback_handler.register_start_callback(self._begins)
             self._threads[threading.get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with self._lock():
             self._threads -= Counter([threading.get_ident()])  # keeps no zeros
             self._began.pop(threading.get_ident(), None)  # it failed, or read no weight
             if self._threads:
                 return
-            with self._registering:
+            with self._registering():
                 # a new list: Dynamo may go through the old one; torch._dynamo.reset() has cleared it
                 callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
             if self._bar is not None:
@@ -86,7 +87,7 @@ class CompileProgress:
 
     def say(self, what: str) -> None:
         """Show what is being done for the current part."""
-        with self._lock:
+        with self._lock():
             if self._bar is not None:
                 self._bar.set_description_str(f"{self._name}: compiling{self._which()}: {what}")
 
@@ -94,7 +95,7 @@ class CompileProgress:
         """A part is compiled, which reads the weights of these names."""
         modules = [name.rpartition(".")[0].replace(".", "/") for name in weights]
         part = posixpath.commonpath(modules).replace("/", ".")
-        with self._lock:
+        with self._lock():
             again = " for other inputs" if part in self._parts else ""
             self._parts.add(part)
             self._done += 1
@@ -107,7 +108,7 @@ class CompileProgress:
                 self._bar.write(f"chunkflow: {text}", file=sys.stderr)
 
     def _begins(self, _: object) -> None:
-        with self._lock:
+        with self._lock():
             if (thread := threading.get_ident()) not in self._threads:  # another model's
                 return
             self._began[thread] = self.now()

@@ -25,7 +25,6 @@ from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.guards import Guards
 from chunkflow_compile.weights.host_buffer import buffer_of
@@ -34,6 +33,7 @@ from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
+from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import moving
 

@@ -24,6 +24,7 @@ from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import pin_all
+from chunkflow_compile.weights.locks import ProcessLock, aside
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
@@ -31,7 +32,6 @@ from chunkflow_compile.weights.staging import GpuStagings
 from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
-from .locks import ProcessLock, aside
 from .read_ahead import ReadAhead
 
 Make = Callable[[torch.device, DeviceKind], Device]

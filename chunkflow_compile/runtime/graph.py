@@ -25,11 +25,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.locks import ProcessLock, aside
 
 from .arena import Arena
 from .codes import Codes, CurrentCode, Sizes
 from .device import check_kind, refuse_capture
-from .locks import ProcessLock, aside
 from .order import Solo
 from .sequence import Call
 from .wrapped_calls import tuple_getter

@@ -14,13 +14,13 @@ import contextlib
 import fcntl
 import mmap
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.weights.locks import ProcessLock
 
 from .host_clock import MONOTONIC, HostClock
 
@@ -120,7 +120,7 @@ class Port:
     file: Path | None = None
     rank: int = 0
     clock: HostClock = MONOTONIC
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: ProcessLock = field(default_factory=ProcessLock)
 
     def __post_init__(self) -> None:
         self._own = Wire(self.emulation, [_Lane() for _ in LANES])
@@ -156,7 +156,7 @@ class Port:
     @contextlib.contextmanager
     def _wire(self) -> Iterator[Wire]:
         """The state of the port, under the process's lock; a shared one also under its file's, and written back."""
-        with self._lock:
+        with self._lock():
             if self._shared is None:
                 yield self._own
                 return

@@ -16,7 +16,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -44,6 +43,7 @@ from chunkflow_compile.pipeline.budget import Budget, budget_of
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.leaves import leaves, tensors_of
+from chunkflow_compile.weights.locks import ProcessLock
 
 # Attribute of an applied pipeline: its Admitter.
 _ADMITTER = "_chunkflow_admitter"
@@ -150,7 +150,7 @@ class Admitter:
     others_s: float = 0.0
     host_bytes: int = 0
     forecasts: dict[tuple[int, int], tuple[_Forecast, ...]] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=ProcessLock)
 
     @staticmethod
     def of(pipe: Any) -> Admitter:
@@ -195,7 +195,7 @@ class Admitter:
         return {**self.__dict__, "lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "lock": threading.Lock()})
+        self.__dict__.update({**state, "lock": ProcessLock()})
 
     def admit(self, **sizes: Any) -> Admission:
         """See :func:`admit`."""
@@ -207,7 +207,7 @@ class Admitter:
         shape = self._shape(given)
         forecast = self._cached(shape)
         if forecast is None:
-            with self.lock:  # two threads trace nothing twice
+            with self.lock():  # two threads trace nothing twice
                 forecast = self._cached(shape)
                 if forecast is None:
                     forecast = self._traced(shape)

@@ -64,8 +64,8 @@ class Backing:
         return view.detach()
 
     def settle(self) -> bool:
-        """Whether a tensor of a state_dict was written since this was asked last, in a way that no count sees.  Memory of this
-        process cannot tell, so it says yes."""
+        """Whether a tensor of a state_dict was written since this was asked last, in a way that no count sees.  Memory of
+        this process cannot tell, so it says yes."""
         return True
 
 

@@ -25,8 +25,8 @@ Copies of the values, none of which is written by anybody but its maker:
 * on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
   step;
 * in an op outside programs, one for that op; of a packed weight also on the CPU;
-* in a state_dict, the memory itself (``exported``), whose writes :meth:`HostBuffer.settle` takes; of SHARED pages a mapping that
-  copies a page when it is written, and whose writes are not the model's.
+* in a state_dict, the memory itself (``exported``), whose writes :meth:`HostBuffer.settle` takes; of SHARED pages a mapping
+  that copies a page when it is written, and whose writes are not the model's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
 from .bytes import alias, flat_bytes, in_one_memory, part_of, uses
 from .limits import no_room
+from .locks import ProcessLock
 from .mapping import close_pages
 from .packed import Packed
 from .pieces import Pieces
@@ -109,8 +109,9 @@ class HostBuffer:
 
     def _own_uses(self, view: torch.Tensor) -> int:
         """Uses of the memory by this and by a weight whose host tensor is ``view``, as :func:`uses` counts them: each tensor,
-        and the storage that it asks."""
-        return 1 + len({id(self.host), id(view)})
+        that of which it is a view, and the storage that is asked."""
+        tensors = (self.host, view, self.host._base, view._base)
+        return 1 + len({id(tensor) for tensor in tensors if tensor is not None})
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
         """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""

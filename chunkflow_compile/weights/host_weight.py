@@ -318,7 +318,7 @@ class HostWeight(torch.Tensor):
             or type(self.host) is not torch.Tensor
             or torch._C._len_torch_dispatch_stack()
         ):
-            return super().cpu(memory_format)
+            return super().cpu(memory_format=memory_format)
         return self.plain(self.buffer.export_view(self.host))
 
     def tolist(self) -> Any:

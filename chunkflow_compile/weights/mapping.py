@@ -109,8 +109,8 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
 def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
     """The parts of a private mapping of a file that lie on pages which this process has written, by whatever way.
 
-    ``host``: a flat tensor (uint8) in the mapping.  Returns where in it each part begins and ends, in bytes; if the kernel does
-    not tell, the whole tensor is one part.
+    ``host``: a flat tensor (uint8) in the mapping.  Returns where in it each part begins and ends, in bytes; if the kernel
+    does not tell, the whole tensor is one part.
     """
     begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
     first, last = begin // PAGE, -(-end // PAGE)

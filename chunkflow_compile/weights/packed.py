@@ -1,13 +1,13 @@
 """Weights whose bytes are packed, without loss: twelve bits a value, see ``passes/packing.py``.
 
 The host tensor of such a weight is *address space without pages*: it has the shape, the strides, the storage and the version
-of the values, so that a view of it is a view of the weight, but to touch it would end the process.  A reader gets the values in
-a temporary.  A writer opens the pages, and closes them afterwards.
+of the values, so that a view of it is a view of the weight, but to touch it would be a segmentation fault.  A reader gets the
+values in a temporary.  A writer opens the pages, and closes them afterwards.
 
-``state_dict()`` opens the pages, too: its tensors are the memory of the weight, as those of any module are.  The pages are then
-a private mapping of a scratch file, so that the values take the drive and no memory until somebody writes them.  The kernel
-tells which pages were written, also by a pointer or by NumPy; :meth:`Packed.settle` finds these writes, and closes the pages
-after the last tensor is gone.
+``state_dict()`` opens the pages, too: its tensors are the memory of the weight, as those of any module are.  The pages are
+then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel tells
+which pages were written, also by a pointer or by NumPy; :meth:`Packed.settle` finds these writes, and closes the pages after
+the last tensor is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.packing import Layout, Run, pack, unpack_into
-from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
@@ -35,6 +34,7 @@ from .bytes import as_weight, flat_bytes, same_bits
 from .drive import Scratch
 from .host_memory import empty_pages, running_on
 from .limits import no_room
+from .locks import ProcessLock
 from .mapping import close_pages, map_over, memory_file, open_pages, own_memory, whole_pages, written_pages
 
 # Threads that pack a weight, at most: a few fill the memory bus.
@@ -48,8 +48,8 @@ _SERIAL = 1 << 20
 class Packed(Backing):
     """Packed values, whose bytes lie where those of ``inner`` do.  ``host``: the address space of the values.
 
-    ``is_open``: whether a write has opened the pages.  Then they have the values, and the packed bytes are old.  Writes come one
-    at a time: the caller of :meth:`open`, :meth:`opened` and :meth:`exported` excludes other threads.
+    ``is_open``: whether a write has opened the pages.  Then they have the values, and the packed bytes are old.  Writes come
+    one at a time: the caller of :meth:`open`, :meth:`opened` and :meth:`exported` excludes other threads.
     """
 
     packed: torch.Tensor
@@ -143,8 +143,11 @@ class Packed(Backing):
             raise ChunkflowError(_no_memory(name, self.host, os.strerror(ctypes.get_errno())))
 
     def settle(self) -> bool:
-        """Close the pages if no tensor of a state_dict uses them any more.  Returns whether such a tensor was written since the
-        values were packed last: then they are to be packed again, by a write (:meth:`opened`) that writes nothing."""
+        """Close the pages if no tensor of a state_dict uses them any more.
+
+        Returns whether such a tensor was written since the values were packed last: then they are to be packed again, by a
+        write (:meth:`opened`) that writes nothing.
+        """
         with self._lock():
             if self._exported is None or self.is_open:
                 return False

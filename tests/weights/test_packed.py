@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,8 @@ from typing import Any
 import pytest
 import test_limits
 import torch
-from conftest import EAGER
-from helpers import stack
+from conftest import EAGER, WITHIN
+from helpers import Stack, stack, twins
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
 from test_host_weight import ON_MODELS, READS, WRITES
@@ -30,10 +32,12 @@ from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.runtime.order import Solo
 from chunkflow_compile.weights import drive
+from chunkflow_compile.weights import packed as packed_weights
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.mapping import PAGE, whole_pages
+from chunkflow_compile.weights.packed import Packed
 from chunkflow_compile.weights.staging import GpuStagings
 
 BF16 = torch.bfloat16
@@ -376,6 +380,185 @@ def test_threads_read_while_it_is_written() -> None:
     thread.join()
     assert len(seen) >= 20 and {*seen} & sums
     assert same(model, twin)
+
+
+@pytest.mark.parametrize("how", ["interrupted", "too many escape", "a fork"])
+def test_bytes_that_are_half_written_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread that has waited for the lock meanwhile, and by a child that is forked then: the pages have the values."""
+    model, twin = pair()
+    weight, values, backing = model.get_parameter(NAME), twin.get_parameter(NAME), buffers(model)[NAME]._backing
+    packing, over = threading.Event(), threading.Event()
+    pack, readers = packed_weights.pack_into, list[threading.Thread]()
+    found = list[torch.Tensor]()
+    assert isinstance(backing, Packed)
+
+    def packs(memory: torch.Tensor, *args: Any) -> bool:
+        memory[: len(memory) // 2].bitwise_not_()
+        readers.append(threading.Thread(target=lambda: found.append(backing.read(NAME))))
+        readers[-1].start()
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        packing.set()
+        if how == "a fork":
+            over.wait()
+        return how == "a fork" and pack(memory, *args)
+
+    monkeypatch.setattr(packed_weights, "pack_into", packs)
+    values.mul_(2)
+    if how == "interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            weight.mul_(2)
+    elif how == "a fork":
+        thread = threading.Thread(target=torch.no_grad()(lambda: weight.mul_(2)))
+        thread.start()
+        packing.wait()
+        try:
+            assert in_a_child(lambda: torch.equal(weight.clone(), values) and same(model, twin))
+        finally:
+            over.set()
+            thread.join()
+    else:
+        weight.mul_(2)
+    for reader in readers:
+        reader.join()
+    assert len(found) == 1 and torch.equal(found[0], values) and same(model, twin)
+    assert buffers(model)[NAME].is_packed == (how == "a fork")
+
+
+def in_a_child(work: Callable[[], bool]) -> bool:
+    """What ``work`` returns in a forked process, which ends soon."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    signal.alarm(int(WITHIN))
+    try:
+        os._exit(not work())
+    finally:
+        os._exit(2)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_process_forks_while_a_thread_holds_a_weight(pack: bool) -> None:
+    """The child reads, writes and saves it: a lock that another thread has held is no lock of the child's."""
+    model, twin = pair(pack)
+    buffer = buffers(model)[NAME]
+    locks = [buffer._lock, buffer._writing, *([buffer._backing._lock] if isinstance(buffer._backing, Packed) else ())]
+    held, over = threading.Event(), threading.Event()
+
+    def holds() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock())
+            held.set()
+            over.wait()
+
+    def works() -> bool:
+        for m in (model, twin):
+            m.get_parameter(NAME).mul_(2)
+            m.state_dict()[NAME][1].zero_()
+        return same(model, twin) and torch.equal(copy.deepcopy(model).state_dict()[NAME], twin.state_dict()[NAME])
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_child(works)
+    finally:
+        over.set()
+        thread.join()
+    assert len(locks) == 2 + pack and same(model, twin)
+
+
+def test_a_process_forks_in_the_middle_of_a_write() -> None:
+    """The child has the values from before, and its writes are its own."""
+    model, twin = pair()
+    buffer = buffers(model)[NAME]
+    opened, over = threading.Event(), threading.Event()
+
+    def writes() -> None:
+        with buffer.write():
+            buffer.host[3] = 5
+            opened.set()
+            over.wait()
+
+    def works() -> bool:
+        right = same(model, twin)
+        for m in (model, twin):
+            m.get_parameter(NAME)[0].mul_(2)
+            m.state_dict()[NAME][1].mul_(2)
+        return right and same(model, twin) and buffer.is_packed
+
+    thread = threading.Thread(target=writes)
+    thread.start()
+    opened.wait()
+    try:
+        assert in_a_child(works)
+    finally:
+        over.set()
+        thread.join()
+    twin.get_parameter(NAME)[3] = 5
+    assert same(model, twin) and buffer.is_packed
+
+
+# What threads do to weights that have outlived their model, each with a row of its own.
+ALONE: dict[str, Callable[[list[Any], int, int], Any]] = {
+    "rows": lambda weights, row, value: [w[row].fill_(value) for w in weights],
+    "in one op": lambda weights, row, value: torch._foreach_mul_([w[row] for w in weights[:: 1 - 2 * (row % 2)]], 1.5),
+    "reads": lambda weights, row, value: (weights[0][row].fill_(value), weights[1].sum(), copy.deepcopy(weights[0])),
+    "saves": lambda weights, row, value: (pickle.dumps(weights[row % 2]), weights[row % 2][row].mul_(-1)),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_threads_write_weights_that_have_outlived_their_model(what: str) -> None:
+    model, twin = twins(lambda: Stack(width=256).to(BF16).requires_grad_(False))
+    offload(model, min_bytes=LEAST, pack=True)
+    kept, plain = ([m.get_parameter(n) for n in (NAME, "blocks.1.up.weight")] for m in (model, twin))
+    errors = list[Exception]()
+    assert packed(model)
+    del model
+    gc.collect()
+
+    def work(weights: list[Any], row: int) -> None:
+        try:
+            with torch.no_grad():
+                for value in range(1, 40):
+                    ALONE[what](weights, row, value / 8)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(kept, row)) for row in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row in range(4):
+        work(plain, row)
+    assert not errors and all(torch.equal(w, p) for w, p in zip(kept, plain, strict=True))
+
+
+def test_a_write_waits_for_that_of_another_thread() -> None:
+    """Else the first one closes the pages under the second one."""
+    model, twin = pair()
+    buffer, (weight, values) = buffers(model)[NAME], (m.get_parameter(NAME) for m in (model, twin))
+    del model
+    gc.collect()
+    begun, entered = threading.Event(), threading.Event()
+
+    def second() -> None:
+        begun.set()
+        with buffer.write():
+            entered.set()
+            buffer.host[1] = 2
+
+    thread = threading.Thread(target=second)
+    with buffer.write():
+        thread.start()
+        begun.wait()
+        assert not entered.wait(0.1)
+        buffer.host[0] = 2
+    thread.join()
+    values[:2] = 2
+    assert entered.is_set() and torch.equal(weight, values) and buffer.is_packed and held(buffer.host) == 0
 
 
 def test_a_small_model_is_saved_as_it_was(tmp_path: Path) -> None:

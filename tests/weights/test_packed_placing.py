@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WITHIN
-from helpers import Tabled, in_memory, load_stack, stack
+from helpers import Stack, Tabled, in_memory, load_stack, stack, twins
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
-from test_packed import NAME, OTHER, heavy, held, packed, plain
+from test_packed import NAME, OTHER, heavy, held, packed, pair, plain
 from test_shared_weights import said_here
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import loader
@@ -57,11 +57,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a word": (plain, {"pack": "all"}, "pack is True, False or \"auto\", not 'all'"),
     "a number": (plain, {"pack": 2}, 'pack is True, False or "auto", not 2'),
     "placed": (lambda: offload(plain(), min_bytes=LEAST), {}, "are offloaded already"),
-    "a copy": (
-        lambda: copy.deepcopy(offload(plain(), min_bytes=LEAST)),
-        {},
-        "has none: its weights are those of a copy of an offloaded model, which keep their host memory. Leave out pack.",
-    ),
 }
 
 
@@ -73,6 +68,93 @@ def test_a_model_that_cannot_be_packed(what: str) -> None:
     with pytest.raises(ChunkflowError, match=said.replace("(", r"\(").replace(")", r"\)")):
         offload(model, **{"min_bytes": LEAST, "pack": True, **given})
     assert placement_of(model) is before and torch.equal(next(model.parameters()), next(make().parameters()))
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone().to(BF16) for name, value in model.state_dict().items()}, assign=True)
+
+
+def exchanged(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data.double()
+        p.data = p.data.bfloat16()
+
+
+# What gives the weights other memory, of other values or not, and leaves them in bfloat16.
+RETURNS: dict[str, Callable[[nn.Module], Any]] = {
+    "to": lambda m: m.to(torch.float32).to(BF16),
+    "methods": lambda m: m.half().float().bfloat16(),
+    "values": lambda m: m.to(torch.float64).mul_twice().to(BF16),
+    "apply": lambda m: m._apply(lambda t: t.float().mul(2).to(BF16)),
+    "data": exchanged,
+    "assign": assigned,
+}
+
+
+class Twice(Stack):
+    def mul_twice(self) -> Twice:
+        for p in self.parameters():
+            p.mul_(2)
+        return self
+
+
+def streaming(model: nn.Module) -> Any:
+    options = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 1024, "policy": "layerwise"}
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+
+
+@pytest.mark.parametrize(("what", "drive"), [*((what, False) for what in RETURNS), ("to", True)])
+def test_a_model_that_comes_back_to_its_dtype_is_packed_again(what: str, drive: bool) -> None:
+    """At its next call, also if it was called in another dtype; the same with weights that were on the drive before."""
+    model, twin = twins(lambda: Twice().to(BF16).requires_grad_(False))
+    offload(model, min_bytes=LEAST, pack=True, host_memory=0 if drive else None)
+    run, before = streaming(model), packed(model)
+    memory = sum(buffers(model)[name].nbytes for name in before)
+
+    def step(dtype: torch.dtype) -> None:
+        x = torch.randn(4, 8).to(dtype)
+        assert torch.equal(run(x), twin(x))
+
+    step(BF16)
+    for times in range(2):
+        for m in (model, twin):
+            RETURNS[what](m)
+        step(BF16)
+        assert packed(model) == before != set() and same(model, twin)
+        assert sum(buffers(model)[name].nbytes for name in before) == memory
+        (program,) = programs(model)
+        assert program.measurements[-1].moved_bytes == program.plan.moved_bytes > 0
+        if not times:
+            for m in (model, twin):
+                m.to(torch.float32)
+            step(torch.float32)
+            assert packed(model) == set()
+    restore(model)
+    assert same(model, twin)
+
+
+def test_memory_that_others_use_is_not_packed() -> None:
+    """A view of a weight goes on to be one."""
+    model, twin = pair()
+    for m in (model, twin):
+        m.to(torch.float32).to(BF16)
+    views = [m.get_parameter(NAME).data[1:] for m in (model, twin)]
+    x = torch.randn(4, 8).to(BF16)
+    assert torch.equal(streaming(model)(x), twin(x))
+    assert packed(model) == {*buffers(model)} - {NAME} != set()
+    for m in (model, twin):
+        m.get_parameter(NAME).mul_(2)
+        m.get_parameter(OTHER).mul_(2)
+    assert torch.equal(*views) and same(model, twin)
+
+
+def test_a_copy_is_packed_as_well() -> None:
+    model, twin = pair()
+    copied = copy.deepcopy(model)
+    offload(copied, min_bytes=LEAST, pack=True)
+    assert packed(copied) == packed(model) != set() and same(copied, twin)
+    copied.get_parameter(NAME).zero_()
+    assert same(model, twin)
 
 
 def test_what_stays_raw_in_a_model_that_is_packed() -> None:

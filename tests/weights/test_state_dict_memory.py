@@ -1,5 +1,5 @@
-"""A ``state_dict()`` is the memory of the model: what writes it, by whatever way, writes the model, packed or not, and a write to
-the model is seen in it.  Beside each model stands a plain twin that gets the same writes."""
+"""A ``state_dict()`` is the memory of the model: what writes it, by whatever way, writes the model, packed or not, and a
+write to the model is seen in it.  Beside each model stands a plain twin that gets the same writes."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_child_that_is_forked_has_its_own() -> None:
 
 def test_threads_write_read_and_save_at_once() -> None:
     """Each thread writes a row of its own."""
-    pair, threads, errors = Pair("packed"), list[threading.Thread](), list[BaseException]()
+    pair, threads, errors = Pair("packed"), list[threading.Thread](), list[Exception]()
     pair.step()
 
     def work(row: int) -> None:
@@ -315,7 +315,7 @@ def test_threads_write_read_and_save_at_once() -> None:
                     else:
                         pair.model.get_parameter(NAME)[row].fill_(value)
                     io.BytesIO(save(pair.model.state_dict()))
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001
             errors.append(error)
 
     for row in range(4):
@@ -329,4 +329,43 @@ def test_threads_write_read_and_save_at_once() -> None:
             array(pair.twin.state_dict()[NAME])[row] = 8
         else:
             pair.twin.get_parameter(NAME)[row].fill_(8)
+    pair.equal()
+
+
+@pytest.mark.parametrize("place", ["memory", "packed"])
+def test_a_weight_for_the_cpu_is_an_ordinary_tensor_by_cpu(place: str, tmp_path: Path) -> None:
+    """It has the weight's memory, as that of a twin has; a refusal names it, and it does what the refused call is for."""
+    pair = Pair(place)
+    weight, values = (m.get_parameter(NAME) for m in pair.both)
+    for read in (
+        lambda: save_file({NAME: weight}, tmp_path / "refused"),
+        lambda: weight.data_ptr(),
+        lambda: weight.storage(),
+        lambda: torch.from_dlpack(weight),
+        lambda: weight.share_memory_(),
+    ):
+        with pytest.raises(ChunkflowError, match=r"use weight.cpu\(\) or model.state_dict\(\), which return ordinary"):
+            read()
+    for what, change in {
+        "detach": lambda p: p.detach().cpu(),
+        "cpu": lambda p: p.cpu(),
+        "row": lambda p: p[1].cpu(),
+    }.items():
+        save_file({n: change(p) for n, p in pair.model.named_parameters() if p.dim() > 1}, tmp_path / what)
+        found = load_file(tmp_path / what)
+        assert found and all(torch.equal(v, change(pair.twin.get_parameter(n))) for n, v in found.items()), what
+    assert torch.equal(torch.from_dlpack(weight.cpu()), values)
+    for p in (weight, values):
+        array(p.cpu())[2] = 16256
+        p.cpu()[3:5].mul_(2)
+        p.data = p.cpu()  # the same memory
+    pair.equal()
+    pair.model.cpu()
+    pair.model.to("cpu")
+    assert ("packed" in place) == (packed(pair.model) == {*buffers(pair.model)}) and buffers(pair.model)
+    with torch.enable_grad():
+        for p in (weight, values):
+            p.requires_grad_()
+            (p.cpu() * 2).sum().backward()
+    assert torch.equal(weight.grad, values.grad)  # type: ignore[arg-type]
     pair.equal()

@@ -1,0 +1,74 @@
+"""Locks and forks: a child must not wait for a thread that only its parent has."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import WITHIN
+
+import chunkflow_compile
+from chunkflow_compile.lowering import warm_up
+from chunkflow_compile.weights.locks import ProcessLock
+
+# Where a lock of Python's own may be, and why a child that was forked never waits for it.
+PLAIN = {
+    "weights/locks.py": "ProcessLock has one for each process",
+    "runtime/streams.py": "queues of threads, which refuse the work of a child and end without their lock there",
+    "runtime/cuda_time.py": "of calls on a GPU, which a child cannot use",
+    "runtime/torch_cuda.py": "of the recording of a CUDA graph, likewise",
+}
+
+
+def in_a_child(work: Callable[[], object]) -> bool:
+    """Whether ``work`` is true in a forked process, which ends then."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    signal.alarm(int(WITHIN))
+    try:
+        os._exit(not work())
+    finally:
+        os._exit(2)
+
+
+def test_a_child_takes_a_lock_that_a_thread_of_the_parent_holds() -> None:
+    lock, held, over = ProcessLock(), threading.Event(), threading.Event()
+
+    def holds() -> None:
+        with lock():
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    held.wait()
+
+    def works() -> bool:
+        with lock(), lock():
+            return not over.is_set()
+
+    try:
+        assert in_a_child(works) and not lock().acquire(blocking=False)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_no_other_lock_is_held_over_a_fork() -> None:
+    root = Path(chunkflow_compile.__file__).parent
+    made = re.compile(r"\b(threading\.)?(R?Lock|Condition|Semaphore|Barrier)\b\(|=threading\.R?Lock\b")
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if made.search(path.read_text())}
+    assert found == {*PLAIN}
+
+
+def test_a_child_does_not_wait_for_the_search_of_its_parent() -> None:
+    """The thread that searches for vector instructions exists in one process."""
+    searched = warm_up._started(-1)  # as of another process: it is not asked again for this one
+    assert in_a_child(
+        lambda: warm_up._started(os.getpid()) is not searched and warm_up._started(os.getpid()).wait(WITHIN)
+    )
+    searched.wait()
