@@ -530,6 +530,7 @@ def forks(rank: int, when: str, share: bool) -> None:
             kept[0](**inputs_of("stack", 0))
         restores()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_of_them(*_: Any) -> None:
         for work in (restores, drops, calls):
             in_a_child(work)
