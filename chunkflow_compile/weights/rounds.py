@@ -247,7 +247,8 @@ class Rounds:
 
     def _ended_of(self, ranks: Iterable[int]) -> int | None:
         """The first rank whose process has ended, None if all run."""
-        return next((r for r in ranks if process_of(self._processes[r][0]) != [*self._processes[r]]), None)
+        known = {rank: [*self._processes[rank]] for rank in ranks if self._processes[rank]}
+        return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
     def _say(self, how: str, why: str) -> None:
         """Have a record of this kind in the current round, until this rank has another."""
