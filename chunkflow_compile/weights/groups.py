@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 # Between two looks for what a rank posts, which may take it minutes.
 _PAUSE_S = 0.02
+# A rank that is waited for is named in the log after so long.
+LOGGED_S = 5.0
 # In JSON, in the place of a value that a rank has posted for nothing.
 _WITHDRAWN = "null"
 
@@ -69,11 +71,14 @@ class Group:
         Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
         to it.  Raises as :meth:`post`.
         """
-        keys, deadline = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic() + seconds
+        keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
             while missing := self.missing(values := self._values(keys)):
-                if time.monotonic() >= deadline:
+                if (waited := time.monotonic() - began) >= seconds:
                     break
+                if waited > LOGGED_S and not logged:
+                    _log.info("rank %s waits for %s", self.rank, numbers(missing))
+                    logged = True
                 time.sleep(_PAUSE_S)
             if missing:
                 self.store.set(keys[self.rank], _WITHDRAWN)

@@ -93,7 +93,7 @@ class Peers:
         with contextlib.ExitStack() as closing:
             closing.push(node)
             peers = Peers(node, device, weights)
-            _check_weights(node.ranks, node.gather([*weights.items()]))
+            _check_weights(node.ranks, node.gather({**weights}))
             closing.pop_all()
         return peers
 
@@ -262,7 +262,8 @@ class Peers:
             "requires_grad": False,
             "event_sync_required": False,  # its values are there: all ranks have synchronized
         }
-        return rebuild_cuda_tensor(**given)
+        opened: torch.Tensor = rebuild_cuda_tensor(**given)
+        return opened
 
     def same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
         """Whether the pieces have the values that this rank has."""
@@ -351,13 +352,13 @@ def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
     return checked
 
 
-def _check_weights(ranks: Sequence[int], found: Sequence[Sequence[Sequence[str]]]) -> None:
+def _check_weights(ranks: Sequence[int], found: Sequence[Mapping[str, str]]) -> None:
     """Raise ChunkflowError, the same on all ranks, if one places other weights than the first.
 
-    ``found``: of each rank, pairs of a name and its dtype and shape.
+    ``found``: of each rank, name -> dtype and shape.
     """
-    firsts = dict(found[0])
-    for rank, others in zip(ranks, map(dict, found), strict=True):
+    firsts = found[0]
+    for rank, others in zip(ranks, found, strict=True):
         for name in (*firsts, *others):
             if others.get(name) != firsts.get(name):
                 here, there = (

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 
-from .groups import Group, StoreEnded, numbers, reached
+from .groups import LOGGED_S, Group, StoreEnded, numbers, reached
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 # Between two looks at whether the processes of missing ranks still run.
 _LIVENESS_S = 0.2
-# A rank that is waited for is named in the log after so long.
-_LOGGED_S = 5.0
 # The records of a rank in a round, and the decisions on it.
 _NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
 # The key of the decision.
@@ -240,7 +238,7 @@ class Rounds:
                 busy = now
             if now - busy > patience_s or now - began > self._timeout_s:
                 return late, dict.fromkeys(absent, f"did not come within {now - began:.0f} s")
-            if now - began > _LOGGED_S and not logged:
+            if now - began > LOGGED_S and not logged:
                 logged = True
                 _log.info("rank %s waits for %s", self.rank, numbers(absent))
             return None
@@ -249,7 +247,8 @@ class Rounds:
 
     def _ended_of(self, ranks: Iterable[int]) -> int | None:
         """The first rank whose process has ended, None if all run."""
-        return next((r for r in ranks if process_of(self._processes[r][0]) != [*self._processes[r]]), None)
+        known = {rank: [*self._processes[rank]] for rank in ranks if self._processes[rank]}
+        return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
     def _say(self, how: str, why: str) -> None:
         """Have a record of this kind in the current round, until this rank has another."""

@@ -461,7 +461,7 @@ def says_who(rank: int) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "_LOGGED_S", 0.1)
+        patch.setattr(rounds, "LOGGED_S", 0.1)
         if rank:
             assert store.get("said") == b"rank 0 waits for rank 1"
         check(run, twin, 0)

@@ -76,7 +76,7 @@ def rates_on_a_card(rank: int) -> None:
         patch.setattr(pulls, "_WEIGHT", 32 << 20)
         patch.setattr(pulls, "_WALKS", 2)
         patch.setattr(pulls, "compute_slowdown", lambda *_, **__: 1.0)  # its MLP is that of a card, and computes here
-        with pulls._dealt(device) as pieces:
+        with pulls._sharded(device) as pieces:
             assert all(piece.is_cuda for piece in pieces.held)
             control.settings(compute=0, rate=int(rate))  # from here on, on the stand-in's clock
             found = pulls.pulls_of(device, pieces)

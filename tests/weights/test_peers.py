@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import inspect
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +14,13 @@ import pytest
 import torch
 from helpers import small_twins, stack
 from test_node import LOG, said, several, together
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.passes import pieces as geometry
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.weights import peers as peers_of_ranks
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.peers import Peers
@@ -244,3 +249,50 @@ def test_one_rank_has_no_peers() -> None:
     model, _ = small_twins("wan", Size(layers=1))
     with pytest.raises(ChunkflowError, match="peers needs a process group of several ranks"):
         offload(model, peers=True)
+
+
+def handle_of(nbytes: int) -> dict[str, Any]:
+    """As a rank gets it: what is made of torch's own handle of so many bytes, through JSON."""
+    given = (torch.Tensor, torch.Size([nbytes]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0)
+    given += (b"\x00\x01" + bytes(range(64)), nbytes, 512, False, b"/torch_12_3456_0", 64, bytes(64), True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers_of_ranks, "reduce_tensor", lambda _: (rebuild_cuda_tensor, given))
+        handle: dict[str, Any] = json.loads(json.dumps(peers_of_ranks._handle(torch.empty(nbytes, dtype=torch.uint8))))
+    return handle
+
+
+def test_what_is_opened_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields of a handle, for the device of this rank; torch's function takes them all."""
+    monkeypatch.setattr(peers_of_ranks, "rebuild_cuda_tensor", lambda **given: given)
+    (node, _) = several(2)
+    peers = Peers(node, CPU)
+    peers._device = torch.device("cuda", 3)
+    given: Any = peers._opened(4096, handle_of(4096))
+    bound = inspect.signature(rebuild_cuda_tensor).bind(**given).arguments
+    assert (bound["storage_device"], bound["tensor_size"], bound["storage_size_bytes"]) == (3, torch.Size([4096]), 4096)
+    assert (
+        bound["storage_handle"] == b"\x00\x01" + bytes(range(64)) and bound["ref_counter_handle"] == b"/torch_12_3456_0"
+    )
+    assert (bound["storage_offset_bytes"], bound["ref_counter_offset"], bound["event_handle"]) == (512, 64, bytes(64))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("storage_handle", base64.b64encode(bytes(1 << 20)).decode(), "storage_handle has 1048576 bytes"),
+        ("storage_handle", "gASVbG9hZHM=!", "storage_handle is no bytes"),
+        ("event_handle", [1, 2], "event_handle is no bytes"),
+        ("ref_counter_handle", base64.b64encode(b"/etc/../torch_1_2_3").decode(), "no name of shared memory"),
+        ("storage_size_bytes", 4095, "its memory has 4095 bytes, not 4096"),
+        ("storage_size_bytes", "4096", "storage_size_bytes is '4096'"),
+        ("storage_offset_bytes", -1, "storage_offset_bytes is -1"),
+        ("ref_counter_offset", True, "ref_counter_offset is True"),
+        ("more", 1, "other fields than a handle"),
+    ],
+)
+def test_what_is_no_handle(field: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        peers_of_ranks._checked_handle({**handle_of(4096), field: value}, 4096)
+    for other in (None, [], "handle", {}):
+        with pytest.raises(ValueError, match="other fields than a handle"):
+            peers_of_ranks._checked_handle(other, 4096)
