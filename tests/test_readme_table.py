@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gpu
 import pytest
 import readme_table
+import torch
 from readme_table import (
     BENCHMARKS,
     CHART,
@@ -35,7 +37,7 @@ from readme_table import (
     written,
 )
 
-from chunkflow_compile.catalog.presets import preset
+from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.passes.errors import ChunkflowError
 
 NAMES = {title: model for model, title in MODELS.items()}
@@ -176,6 +178,19 @@ def test_a_label_follows_its_case(changed: dict[str, Any], tmp_path: Path) -> No
     (row, *_), (before, *_) = measured(tmp_path), measured()
     assert groups([row]) != groups([before]) and table([row]) != table([before])
     assert readme_table.digest([row]) != readme_table.digest([before])
+
+
+def test_the_next_gpu_measures_the_call_that_the_pipeline_makes(tmp_path: Path) -> None:
+    """Its page records the workload, and a case of another form is another case."""
+    page = gpu.Page(tmp_path / "gpu.md", torch.device("cpu"), dry=False, append=False)
+    for case in gpu.CASES:
+        page.add(case, ["Not measured."])
+    found = json.loads((tmp_path / "gpu.json").read_text())["cases"]
+    assert len(found) == len(gpu.CASES)
+    for body in found.values():
+        workload = Workload.from_json(body["workload"])
+        assert workload == preset(workload.model).workload(workload.sizes)
+    assert not {case for _, case, _, _ in MEASURED[:1]} & found.keys(), "the H200's has one timestep per sample"
 
 
 @pytest.mark.long

@@ -47,10 +47,10 @@ class Regime:
 
 
 # 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
-_WAN_WIDTH = {"heads": 8, "head_dim": 64, "text": 64}
+_WAN_WIDTH: Mapping[str, Any] = {"heads": 8, "head_dim": 64, "text": 64}
 _CHUNK = 1 << 20
 # 768 wide: 1.1 MiB in bfloat16; cut so that a region reads one weight, as of models whose weights are larger.
-_PACKED_WIDTH = {"heads": 12, "head_dim": 64, "text": 64}
+_PACKED_WIDTH: Mapping[str, Any] = {"heads": 12, "head_dim": 64, "text": 64}
 _PACKED: Mapping[str, Any] = {
     "family": "wan",
     "dtype": "bfloat16",

@@ -69,8 +69,9 @@ class Preset:
 
     ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step, 2 if the pipeline calls it once
     per branch of classifier-free guidance, 1 if guidance is distilled or both branches are one batch.  ``branches``: samples
-    of a call per sample of the output, 2 if both branches are one batch.  ``timestep``: whether a call passes one timestep per sample or one per token.  ``spatial`` and ``temporal``:
-    pixels and frames per latent element, patches of packed latents (FLUX) included.
+    of a call per sample of the output, 2 if both branches are one batch.  ``timestep``: whether a call passes one timestep
+    per sample or one per token.  ``spatial`` and ``temporal``: pixels and frames per latent element, patches of packed
+    latents (FLUX) included.
     """
 
     name: str
