@@ -80,7 +80,7 @@ class CompileProgress:
         """Show the work of the backend, also of a model whose calls are not made in this context, which would show Dynamo's
         tracing too.  How long that has taken is not known here."""
         with self:
-            with self._lock:
+            with self._lock():
                 if threading.get_ident() not in self._began:
                     self._show()
             yield

@@ -208,7 +208,7 @@ class HostStore:
         """
         todo, self.exported = self.exported, []
         kept, slow = {}, False
-        pieces: dict[HostBuffer, object] = {}  # of the buffers whose pieces have to be looked at again
+        had: dict[HostBuffer, Any] = {}  # the sources of buffers whose pieces have to be looked at again
         try:
             while todo:
                 lent, ref = todo[-1]
@@ -222,15 +222,15 @@ class HostStore:
                         kept[id(buffer), id(user)] = lent, ref
                         slow |= changed and not buffer.is_packed
                     if changed or buffer.keeps_pieces:
-                        pieces.setdefault(buffer, before)
+                        had.setdefault(buffer, before)
                 todo.pop()
         finally:
             self.exported += [*todo, *kept.values()]
         in_use = {ref() for _, ref in self.exported}
-        for buffer, before in pieces.items():
-            buffer.keeps_pieces = isinstance(before, Pieces) and buffer in in_use
-            if isinstance(before, Pieces) and buffer not in in_use and self.peers and self.peers.same(buffer, before):
-                buffer.pieces = replace(before, version=buffer.version)
+        for buffer, pieces in had.items():
+            buffer.keeps_pieces = isinstance(pieces, Pieces) and buffer in in_use
+            if isinstance(pieces, Pieces) and buffer not in in_use and self.peers and self.peers.same(buffer, pieces):
+                buffer.pieces = replace(pieces, version=buffer.version)
         if slow and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(
