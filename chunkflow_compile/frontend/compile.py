@@ -246,7 +246,7 @@ def uncompile(model: nn.Module) -> None:
 
 def is_ours(call: Any) -> bool:
     """Whether the compiled call of a module is one of ChunkFlow."""
-    return isinstance(call, Opened | Shown) or backend_of(call) in (chunkflow, _with_hooks)
+    return isinstance(call, EagerForNested | Opened | Shown) or backend_of(call) in (chunkflow, _with_hooks)
 
 
 def _eager(forward: Any) -> Any:
@@ -332,22 +332,23 @@ def _compile_module(
         module._compiled_call_impl = torch.compile(_calling(module), **more)
     call = module._compiled_call_impl
     assert call is not None
-    module._compiled_call_impl = _eager_for_nested(module._call_impl, Opened(call) if opened else call)
+    module._compiled_call_impl = EagerForNested(module._call_impl, Opened(call) if opened else call)
 
 
-def _eager_for_nested(eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``eager`` instead of ``compiled`` with nested tensors in C++'s layout, which end the process in Dynamo's guards.
+class EagerForNested:
+    """The calls of a block, eager ones with nested tensors in C++'s layout, which end the process in Dynamo's guards.
 
     nn.TransformerEncoder, which is not compiled itself, makes one of its input if it is given a padding mask.
     """
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self._eager, self._compiled = eager, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided:
-                return eager(*args, **kwargs)
-        return compiled(*args, **kwargs)
-
-    return called
+                return self._eager(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
 
 
 def _calling(module: nn.Module) -> FunctionType:

@@ -116,13 +116,15 @@ def offload(
             if waiting is not None:
                 report_absence(waiting, error)
         raise
-    asks = {"peers": peers, "share": group_to_share_in(share, target) is not None}
-    node = node_of(share, target, asks)
+    asks, name = {"peers": peers, "share": group_to_share_in(share, target) is not None}, type(root).__name__
+    if group is None and not asks["share"] and (world := group_of()) is not None:
+        world.count_apart(name, asks)
+    node = node_of(share, target, asks, name)
     with contextlib.nullcontext() if node is None else node:
         together = None
         if group is not None:
             kinds = {names[0]: f"{dtype_of(names[0], weight)} {[*weight.shape]}" for names, weight in weights}
-            together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type})
+            together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type}, name)
         placement = Placement.on(root, target, min_bytes)
         placement.store.bound, placement.pack = bound, pack
         placement.store.peers, placement.peers = together, peers

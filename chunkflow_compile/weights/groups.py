@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -64,17 +64,19 @@ class Group:
             self.store.check([f"{key}/{self.rank}"])  # answered when the store has the value, as ``set`` is not
         return key
 
-    def posted(self, key: str, seconds: float = 0.0) -> dict[int, Any]:
+    def posted(
+        self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], Any] = lambda missing: None
+    ) -> dict[int, Any]:
         """Rank -> the value that it has posted, of all that have; None if it has withdrawn it.
 
-        Waits at most ``seconds`` for the others.
+        Waits at most ``seconds`` for the others, or until ``absent`` returns why the missing ranks are not going to post.
         Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
         to it.  Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
             while missing := self.missing(values := self._values(keys)):
-                if (waited := time.monotonic() - began) >= seconds:
+                if (waited := time.monotonic() - began) >= seconds or absent(missing):
                     break
                 if waited > LOGGED_S and not logged:
                     _log.info("rank %s waits for %s", self.rank, numbers(missing))
@@ -89,6 +91,29 @@ class Group:
                         self.store.delete_key(each)
         return values
 
+    def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
+        """Let ranks that wait for this one know that it places a model of class ``model`` without them.  ``asks``: the
+        arguments of ``offload`` that made it so.  Raises as :meth:`post`."""
+        place = _apart(model, self.rank)
+        with reached():
+            self.store.set(f"{place}/asks", json.dumps(asks))
+            self.store.add(f"{place}/count", 1)
+
+    def placed_apart(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
+        """The first of ``ranks`` that has placed a model of class ``model`` without the others more often than this rank, and
+        the arguments that it passed; None if there is none.  The surplus counts once: this rank's count is raised to it."""
+        with reached():
+            mine = self._count(_apart(model, self.rank))
+            for rank in ranks:
+                place = _apart(model, rank)
+                if (more := self._count(place) - mine) > 0:
+                    self.store.add(f"{_apart(model, self.rank)}/count", more)
+                    return rank, json.loads(self.store.get(f"{place}/asks"))
+        return None
+
+    def _count(self, place: str) -> int:
+        return int(self.store.get(f"{place}/count")) if self.store.check([f"{place}/count"]) else 0
+
     def missing(self, values: Mapping[int, Any]) -> list[int]:
         """The ranks that have posted none of ``values``; if all have, those that have withdrawn theirs."""
         return [r for r in self.ranks if r not in values] or [r for r, value in values.items() if value is None]
@@ -96,6 +121,11 @@ class Group:
     def _values(self, keys: Mapping[int, str]) -> dict[int, Any]:
         """Rank -> the value under its key, of those that have one."""
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+
+
+def _apart(model: str, rank: int) -> str:
+    """Where the store of all groups counts how often a rank has placed models of a class without other ranks."""
+    return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
 @contextlib.contextmanager

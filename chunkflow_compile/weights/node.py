@@ -54,16 +54,18 @@ class Node(Rounds):
         return {rank: opened[rank] for rank in places}
 
 
-def node_of(share: Any, device: torch.device, asks: Mapping[str, Any] | None = None) -> Node | None:
+def node_of(
+    share: Any, device: torch.device, asks: Mapping[str, Any] | None = None, model: str | None = None
+) -> Node | None:
     """The ranks of this machine to share weights with, see :func:`group_to_share_in`, or None.
 
-    ``asks``: as in :func:`rendezvous`.  Raises ChunkflowError also if a rank of the group is absent.
+    ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError also if a rank of the group is absent.
     """
     if (group := group_to_share_in(share, device)) is None:
         return None
     # each memory node has its own copy: a GPU reads the other node's memory more slowly
     near = near_cpus(device)
-    return rendezvous(group, ",".join(map(str, sorted(near))), asks)
+    return rendezvous(group, ",".join(map(str, sorted(near))), asks, model)
 
 
 def report_absence(group: Group, error: BaseException) -> None:
@@ -71,17 +73,30 @@ def report_absence(group: Group, error: BaseException) -> None:
     group.post(_PLACING, {"failed": cause_of(error)})
 
 
-def rendezvous(group: Group, near: str = "", asks: Mapping[str, Any] | None = None) -> Node | None:
+def rendezvous(
+    group: Group, near: str = "", asks: Mapping[str, Any] | None = None, model: str | None = None
+) -> Node | None:
     """The node of this rank, None if it shares with no other.  All ranks of the group must call it.
 
     ``near``: the memory node to share on; ranks on others share among themselves.  ``asks``: arguments of ``offload`` that
-    all ranks must pass alike, by name.
-    Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout, or pass other arguments.
+    all ranks must pass alike, by name.  ``model``: the class of the model that is placed.
+    Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout, pass other arguments, or
+    place such a model without this rank.
     """
     place = {"machine": _machine(), "namespace": _pid_namespace(), "near": near}
     key = group.post(_PLACING, {**place, "process": process_of(os.getpid()), "asks": asks or {}})
     seconds = group.timeout.total_seconds()
-    records = group.posted(key, seconds)
+    apart: list[tuple[int, dict[str, Any]]] = []
+
+    def has_gone_apart(missing: list[int]) -> bool:
+        if model is not None and (found := group.placed_apart(model, missing)) is not None:
+            apart.append(found)
+        return bool(apart)
+
+    records = group.posted(key, seconds, has_gone_apart)
+    if apart and asks:
+        (other, theirs), *_ = apart
+        check_alike((group.rank, other), [asks, theirs])
     if absent := group.missing(records):
         raise ChunkflowError(
             f"{numbers(absent).capitalize()} did not place the model within {seconds:.0f} s: with share, every rank of the "

@@ -70,16 +70,19 @@ class Peers:
 
     @staticmethod
     def connect(
-        group: Group, device: torch.device, weights: Mapping[str, str], asks: Mapping[str, Any] | None = None
+        group: Group,
+        device: torch.device,
+        weights: Mapping[str, str],
+        asks: Mapping[str, Any] | None = None,
+        model: str | None = None,
     ) -> Peers:
         """All ranks of the group call it.
 
-        ``weights``: name -> dtype and shape of those that they place.  ``asks``: the arguments of ``offload`` that all ranks
-        must pass alike.
+        ``weights``: name -> dtype and shape of those that they place.  ``asks``, ``model``: as in :func:`rendezvous`.
 
         Raises ChunkflowError if one does not call it, or names other weights, or if they are not all on this machine.
         """
-        node = rendezvous(group, asks=asks)
+        node = rendezvous(group, asks=asks, model=model)
         if node is None or len(node.ranks) < len(group.ranks):
             found = (group.rank,) if node is None else node.ranks
             if node is not None:

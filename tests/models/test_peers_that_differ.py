@@ -363,7 +363,31 @@ def slow(rank: int, _: str) -> None:
     assert len(in_pieces(model)) == 8
 
 
+def placed_apart(rank: int, _: str) -> None:
+    """One rank places the model without peers: the other says so at once, and again the next time that they differ.  Models
+    that all ranks place for themselves before are no difference."""
+    for _ in range(2):
+        for _ in range(2):
+            offload(model_and_twin()[0], min_bytes=1)
+        model, twin = model_and_twin()
+        if rank:
+            run = placed(model, False)
+            check(run, twin, 0, 1)
+            dist.barrier()
+        else:
+            refuses(lambda: placed(model), r"Rank 1 places its model with peers=False, and rank 0 with peers=True: give all")
+            dist.barrier()
+        restore(model)
+        run = placed(model)
+        check(run, twin, 2, 3)
+        assert len(in_pieces(model)) == 8
+        restore(model)
+        torch._dynamo.reset()
+        dist.barrier()
+
+
 KINDS: list[Callable[[int, str], None]] = [
+    placed_apart,
     other_sizes,
     other_sizes_of_all,
     other_values,
