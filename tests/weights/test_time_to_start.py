@@ -88,7 +88,7 @@ def on_a_rank(rank: int, folder: str) -> None:
         assert bar[0] == f"chunkflow: moving {NAME} to the host, {told}"
         assert sum(everywhere(bar[1])) == whole + buffers, "the ranks write one copy together, in the time of one"
         bars.clear()
-        apply(Pipe(folder), "cpu", memory="64MiB", min_bytes=LEAST, lowering="eager", share=True)
+        apply(Pipe(folder), device="cpu", memory="64MiB", min_bytes=LEAST, lowering="eager", share=True)
         every, *parts = bars.values()
         assert re.fullmatch(rf"chunkflow: placing one, two, from a drive of 0.0 GB/s in {2 * SECONDS} s", every[0])
         assert [part[0] for part in parts] == [bar[0], bar[0]]
