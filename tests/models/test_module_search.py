@@ -100,6 +100,8 @@ def assert_streams(model: Stack, run: Call) -> None:
     assert sum(w.nbytes for session in programs(model) for w in session.plan.streamed) == LARGE
 
 
+# Ways that compile blocks of the model, which ``restore`` undoes.
+IN_BLOCKS = ("in blocks", "in blocks, by hand", "offloaded, in blocks")
 # Also in a process that is forked after that.
 FORKED = ("whole", "in blocks", "offloaded")
 
@@ -113,7 +115,7 @@ def test_a_model_streams_after_gc_freeze(
     freeze()
     assert_streams(model, run)
     restore(model)
-    assert_streams(model, run)
+    assert_streams(model, WAYS[way](model) if way in IN_BLOCKS else run)
     assert "no module" not in caplog.text
 
 

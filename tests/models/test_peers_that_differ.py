@@ -375,7 +375,9 @@ def placed_apart(rank: int, _: str) -> None:
             check(run, twin, 0, 1)
             dist.barrier()
         else:
-            refuses(lambda: placed(model), r"Rank 1 places its model with peers=False, and rank 0 with peers=True: give all")
+            refuses(
+                lambda: placed(model), r"Rank 1 places its model with peers=False, and rank 0 with peers=True: give all"
+            )
             dist.barrier()
         restore(model)
         torch._dynamo.reset()

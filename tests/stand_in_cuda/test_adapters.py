@@ -20,7 +20,7 @@ def test_a_pipeline() -> None:
     library = Library(twin.transformer)
     states = [library.adapter(seed, rank, ("to_q", "to_v")) for seed, rank in enumerate((4, 8))]
     twin.to("cuda")
-    pipe = apply(small_pipeline("flux"), "cuda", memory="40MiB", adapters=8, min_bytes=2048, lowering="eager")
+    pipe = apply(small_pipeline("flux"), device="cuda", memory="40MiB", adapters=8, min_bytes=2048, lowering="eager")
     with torch.no_grad():
         assert torch.equal(FLUX.generate(pipe), FLUX.generate(twin))
         compiled = graphs()
