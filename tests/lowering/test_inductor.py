@@ -74,7 +74,7 @@ def asserts(region: Any) -> int:
 REGIONS: dict[str, tuple[Callable[..., Any], bool, bool]] = {
     "results": (lambda x, w: [torch.relu(x @ w), x + w], True, True),
     "views of a result": (lambda x, w: [*(x @ w).chunk(2)], True, True),
-    "an input that nothing changes": (lambda x, w: [x * 1, w], False, True),
+    "an input that nothing changes": (lambda x, w: [x * 2, w], False, True),
     "a view of an input": (lambda x, w: [x @ w, w.t()], False, True),
     "an input is written": (lambda x, w: [x.add_(1) @ w], False, True),
     "an output is a written input": (lambda x, w: [x.add_(w)], False, True),
