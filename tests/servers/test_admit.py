@@ -33,7 +33,7 @@ def sizes_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name, branches", [("wan", 2), pytest.param("flux", 1, marks=pytest.mark.long)], ids=["wan", "flux"]
+    "name, branches", [pytest.param("wan", 2, marks=pytest.mark.long), pytest.param("flux", 1, marks=pytest.mark.long)]
 )
 def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> None:
     pipe = apply(small_pipeline(name), memory="2MiB", min_bytes=2048, lowering="eager")
@@ -81,6 +81,23 @@ def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
     if "num_frames" in sizes:
         with pytest.raises(ChunkflowError, match="num_frames=6 is not 4 k"):
             admit(pipe, **{**sizes, "num_frames": 6})
+
+
+def test_it_says_what_a_call_of_one_block_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above for one size, traced in this process."""
+    pipe = small_pipeline("wan")
+    pipe.transformer.blocks = pipe.transformer.blocks[:1]
+    pipe.transformer.register_to_config(num_layers=1)
+    apply(pipe, memory="2MiB", min_bytes=2048, lowering="eager")
+    monkeypatch.setattr(Admitter, "_traced", Admitter.trace)
+    request = {**SMALL_PIPELINES["wan"].call, "output_type": "latent"}
+    answer = admit(pipe, **sizes_of(request))
+    assert not programs(pipe.transformer) and moved(pipe) == 0
+    for _ in range(2):
+        pipe(**request)
+    phase = next(p for p in explain(pipe).phases if p.name == "transformer")
+    assert moved(pipe) > 0 and answer.fits and answer.step_s == pytest.approx(2 * phase.predicted_s, rel=0.1)
+    check_refusals(pipe, sizes_of(request))
 
 
 @pytest.mark.parametrize("expand", [False, True])
