@@ -45,17 +45,27 @@ class OutputSizes:
 class Workload:
     """The calls that a case measured or planned: those of the transformer of preset ``model`` at ``sizes``.
 
-    ``timestep`` and ``forwards``: as in :class:`Preset`.
+    ``timestep``, ``forwards`` and ``branches``: as in :class:`Preset`.
     """
 
     model: str
     sizes: OutputSizes
     timestep: Timestep
     forwards: int
+    branches: int = 1
 
     def __str__(self) -> str:
-        """Pixels and timesteps, such as 81 frames of 704x1280, one timestep per token."""
-        return f"{self.sizes}, one timestep per {self.timestep}"
+        """Pixels and the form of a call, such as 81 frames of 704x1280, one timestep per token."""
+        return f"{self.sizes}, one timestep per {self.timestep}{self._joined}"
+
+    @property
+    def label(self) -> str:
+        """The same, without the timestep where there is one per sample, as most models take it."""
+        return str(self) if self.timestep == "token" else f"{self.sizes}{self._joined}"
+
+    @property
+    def _joined(self) -> str:
+        return ", both branches of guidance in each forward" if self.branches > 1 else ""
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> Workload:
@@ -67,11 +77,12 @@ class Workload:
 class Preset:
     """A model, called as its pipeline in diffusers calls it.
 
-    ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step, 2 if the pipeline calls it once
-    per branch of classifier-free guidance, 1 if guidance is distilled or both branches are one batch.  ``branches``: samples
-    of a call per sample of the output, 2 if both branches are one batch.  ``timestep``: whether a call passes one timestep
-    per sample or one per token.  ``spatial`` and ``temporal``: pixels and frames per latent element, patches of packed
-    latents (FLUX) included.
+    ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step.  ``branches``: branches of
+    classifier-free guidance per call, so a call passes ``branches`` samples for each of ``sizes.batch``.  A pipeline that
+    calls the transformer once per branch has 2 forwards of 1 branch; one that joins both branches in one batch has 1
+    forward of 2; one whose guidance is distilled into the model has 1 of 1.  ``timestep``: whether a call passes one
+    timestep per sample or one per token.  ``spatial`` and ``temporal``: pixels and frames per latent element, patches of
+    packed latents (FLUX) included.
     """
 
     name: str
@@ -91,10 +102,23 @@ class Preset:
 
     def workload(self, sizes: OutputSizes | None = None) -> Workload:
         """The calls of this model at ``sizes``, or at its usual sizes."""
-        return Workload(model=self.name, sizes=sizes or self.sizes, timestep=self.timestep, forwards=self.forwards)
+        return Workload(
+            model=self.name,
+            sizes=sizes or self.sizes,
+            timestep=self.timestep,
+            forwards=self.forwards,
+            branches=self.branches,
+        )
+
+    def under(self, cfg_parallel: int) -> Preset:
+        """The same model, called once per branch if ``cfg_parallel`` gives each branch of guidance ranks of its own."""
+        return self if cfg_parallel == 1 else replace(self, forwards=self.forwards * self.branches, branches=1)
 
     def shape(self, sizes: OutputSizes) -> Shape:
-        """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot decode to such pixels or frames."""
+        """The shape of one call for an output of ``sizes``.
+
+        Raises ChunkflowError if the VAE cannot decode to such pixels or frames.
+        """
         for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
             if value < step or value % step:
                 raise ChunkflowError(f"{self.name}: {name} {value} is not a multiple of {step}.")
@@ -105,7 +129,7 @@ class Preset:
         if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:
             raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + 1.")
         return Shape(
-            batch=sizes.batch,
+            batch=sizes.batch * self.branches,
             frames=(sizes.frames - 1) // self.temporal + 1,
             height=sizes.height // self.spatial,
             width=sizes.width // self.spatial,
@@ -145,20 +169,19 @@ class Preset:
             raise ChunkflowError(
                 f"{self.name} has {heads} attention heads: the Ulysses degree {degree} must divide them."
             )
-        build = partial(self._model_and_inputs, sizes, quantize, max(1, self.branches // cfg_parallel))
+        build = partial(self.under(cfg_parallel)._model_and_inputs, sizes, quantize)
         return trace_without_weights(build, degree, min_bytes, torch.bfloat16, cfg_parallel)
 
     def _model_and_inputs(
-        self, sizes: OutputSizes | None, quantize: Quantisation | None = None, branches: int | None = None
+        self, sizes: OutputSizes | None, quantize: Quantisation | None = None
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Made in the default dtype, on the default device; inputs in bfloat16.  ``branches``: None for those of a call."""
+        """Made in the default dtype, on the default device; inputs in bfloat16."""
         import torch
 
         from .families import FAMILIES
         from .quantised import quantised
 
         shape = self.shape(sizes or self.sizes)
-        shape = replace(shape, batch=shape.batch * (branches or self.branches))
         model, inputs = FAMILIES[self.family].model_and_inputs(self.config, shape, torch.bfloat16)
         if quantize is not None:
             quantised(model, quantize)

@@ -73,7 +73,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     sizes = add_sizes(parser, SIZES, "sizes of a preset (defaults: the published sizes)")
     layers = "quantise the linear layers of the blocks to this format"
     sizes.add_argument("--quantize", choices=get_args(Quantisation), help=layers)
-    calls = "forwards per denoising step, both branches together (default: the preset's, 2 with guidance)"
+    calls = "forwards per denoising step, both branches together (default: the preset's)"
     add("--forwards", type=int, metavar="N", help=calls)
     for name, default in {"chunk-bytes": DEFAULT_CHUNK_BYTES, "min-bytes": DEFAULT_MIN_BYTES}.items():
         add(f"--{name}", default=str(default), metavar="SIZE", help=f"{_TUNING[name]} (default {enough(default)})")

@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
         limits = Limits(budget=memory, card=hardware.name, card_bytes=hardware.memory_bytes)
         memory = least if memory is None else memory
         ways = generations(components, hardware, memory)
-    forwards = pipeline.transformer.forwards
-    per_step = f"{forwards} forward{'s' * (forwards > 1)} per step"
-    title = f"{pipeline.name}, {sizes}, {steps} steps, {per_step}, on {hardware.name}"
+    called = pipeline.transformer.workload(sizes)
+    per_step = f"{called.forwards} forward{'s' * (called.forwards > 1)} per step"
+    title = f"{pipeline.name}, {called.label}, {steps} steps, {per_step}, on {hardware.name}"
     say(arguments, prose(generation_answer(ways, limits)))
     say(arguments, "\n" + prose(f"{title}, within {size(memory)}; the minimum is {size(least)}") + "\n")
     say(arguments, generation_tables(ways, limits))

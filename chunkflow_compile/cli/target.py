@@ -250,12 +250,13 @@ def _own(arguments: argparse.Namespace, min_bytes: int) -> Model:
 
 def _preset(arguments: argparse.Namespace, min_bytes: int) -> Model:
     """A preset."""
-    model, quantize = preset(arguments.model), arguments.quantize
+    model, quantize = preset(arguments.model).under(arguments.cfg_parallel), arguments.quantize
     sizes = replace(model.sizes, **sizes_given(arguments))
     model.shape(sizes)
-    forwards = _forwards(arguments, model.name, model.forwards * (model.branches if arguments.cfg_parallel > 1 else 1))
+    forwards = _forwards(arguments, model.name, model.forwards)
     key, call = preset_call(model, arguments.ulysses, sizes, min_bytes, quantize, arguments.cfg_parallel)
-    title = f"{model.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
+    name = f"{model.name} in {quantize}" if quantize else model.name
+    title = f"{name}, {model.workload(sizes).label}, batch {sizes.batch}"
     return title, forwards, partial(trace_entry(key).get, partial(_trace, arguments, call)), key
 
 

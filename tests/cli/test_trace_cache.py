@@ -23,13 +23,13 @@ from chunkflow_compile.passes.graph.traced import Traced
 SMALL = Preset(
     name="small",
     family="wan",
-    config={**SMALL_MODELS["wan"](Size(layers=3, head_dim=64)), "in_channels": 16, "out_channels": 16, "text_dim": 64},
+    config={**SMALL_MODELS["wan"](Size(layers=2, head_dim=64)), "in_channels": 16, "out_channels": 16, "text_dim": 64},
     sizes=OutputSizes(height=64, width=64, frames=5, text=8),
     forwards=2,
     spatial=8,
     temporal=4,
 )
-GOAL = ("--hardware", "rtx-4090-pcie", "--min-bytes", "4KiB", "--chunk-bytes", "64KiB", "--memory", "4MiB")
+GOAL = ("--hardware", "rtx-4090-pcie", "--min-bytes", "64KiB", "--chunk-bytes", "256KiB", "--memory", "3MiB")
 TRACED = dict[Any, Traced]()
 trace_of = Preset.trace
 
@@ -74,13 +74,21 @@ def plan(tmp_path: Path) -> Callable[..., bytes]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("--pack",), ("--pack", "auto"), ("--ulysses", "2"), ("--lowering", "eager"), ("--regional",)]
+    "arguments",
+    [
+        (),
+        ("--pack",),
+        pytest.param(("--pack", "auto"), marks=pytest.mark.long),
+        pytest.param(("--ulysses", "2"), marks=pytest.mark.long),
+        ("--lowering", "eager"),
+        ("--regional",),
+    ],
 )
 def test_a_plan_is_the_same_with_and_without_the_cache(
     arguments: tuple[str, ...], traces: Traces, plan: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Byte for byte: traced, then of the same question, then of another budget, for which the graph is cut again."""
-    more = (*GOAL[:-1], "5MiB")
+    more = (*GOAL[:-1], "4MiB")
     with monkeypatch.context() as patch:
         patch.setenv("CHUNKFLOW_CACHE", "0")
         expected = plan(*arguments), plan(*arguments, goal=more)
@@ -92,9 +100,7 @@ def test_a_plan_is_the_same_with_and_without_the_cache(
     assert (len(traces.files("trace")), len(traces.files("problem"))) == (1, 2)
 
 
-def test_every_command_asks_the_cache(
-    traces: Traces, plan: Callable[..., bytes], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_command_asks_the_cache(traces: Traces, capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*arguments: str) -> str:
         assert main([*arguments, *GOAL]) == 0
         return capsys.readouterr().out
@@ -105,10 +111,13 @@ def test_every_command_asks_the_cache(
     first = [shown(*command) for command in commands]
     assert traces.count == 1, "they are all of one graph"
     assert [shown(*command) for command in commands] == first and traces.count == 1
-    sizes = ("--quantize", "int8"), ("--cfg-parallel", "2")
-    for number, size in enumerate(sizes):
-        plan(*size)
-        assert traces.count == number + 2, size
+
+
+@pytest.mark.long
+def test_what_changes_the_graph_is_traced_anew(traces: Traces, plan: Callable[..., bytes]) -> None:
+    for number, arguments in enumerate(((), ("--quantize", "int8"), ("--cfg-parallel", "2"))):
+        plan(*arguments)
+        assert traces.count == number + 1, arguments
     assert main(["plan", MODEL, *SIZES]) == 0
     assert len(traces.files("trace")) == traces.count, "a user's own model is not kept"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from paper_formulas import dit_block_flops, double_block_flops, single_block_flops
-from small_pipelines import SMALL_PIPELINES, small_pipeline
+from small_pipelines import SMALL_PIPELINES, SmallPipeline, small_pipeline
 from torch import nn
 
 from chunkflow_compile.catalog.families import FAMILIES
@@ -110,7 +111,7 @@ def test_one_block_of_each_kind_of_a_preset(name: str, block: str) -> None:
     model = replace(found, config={**found.config, **{key: 1 for key in kinds if key in found.config}})
     problem = make_cut(model.trace(1)).problem
     shape = found.shape(found.sizes)
-    tokens = found.branches * shape.frames * shape.height * shape.width
+    tokens = shape.batch * shape.frames * shape.height * shape.width
     costs = [r.cost for r in problem.regions if r.block == block]
     nbytes = block_bytes(problem, block)
     if name == "sd3.5-large":  # whose only block reads its text and the timestep with half of its weights
@@ -130,12 +131,12 @@ def block_bytes(problem: Problem, block: str) -> int:
 # Preset, block, formula, tokens, tokens of the text, width, width of the MLP.  The last block of Qwen-Image is another:
 # nothing reads its text stream, and half of it is dead code.
 BLOCKS: list[tuple[str, str, Callable[..., float], int, int, int, int]] = [
-    ("wan2.2-ti2v-5b", "blocks.1", dit_block_flops, 220 * 84, 512, 3072, 14336),
-    ("wan2.2-t2v-a14b", "blocks.1", dit_block_flops, 900 * 84, 512, 5120, 13824),
+    ("wan2.2-ti2v-5b", "blocks.1", dit_block_flops, 880 * 31, 512, 3072, 14336),
+    ("wan2.2-t2v-a14b", "blocks.1", dit_block_flops, 3600 * 21, 512, 5120, 13824),
     ("flux.1-dev", "transformer_blocks.1", double_block_flops, 4096, 512, 3072, 12288),
     ("flux.1-dev", "single_transformer_blocks.1", single_block_flops, 4096, 512, 3072, 12288),
-    ("hunyuanvideo", "transformer_blocks.1", double_block_flops, 900 * 36, 256, 3072, 12288),
-    ("hunyuanvideo", "single_transformer_blocks.1", single_block_flops, 900 * 36, 256, 3072, 12288),
+    ("hunyuanvideo", "transformer_blocks.1", double_block_flops, 3600 * 33, 256, 3072, 12288),
+    ("hunyuanvideo", "single_transformer_blocks.1", single_block_flops, 3600 * 33, 256, 3072, 12288),
     ("qwen-image", "transformer_blocks.0", double_block_flops, 4096, 64, 3072, 12288),
 ]
 
@@ -160,7 +161,7 @@ def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
     assert block_flops(split, "blocks.1") == pytest.approx(block_flops(whole, "blocks.1") / 4, rel=0.03)
     kinds = [c.kind for c in split.collectives]
     assert kinds == ["all-to-all"] * 8 + ["all-gather"]
-    tokens, width, bf16 = 220 * 84, 3072, 2
+    tokens, width, bf16 = 880 * 31, 3072, 2
     # Three of four ranks' shares cross the link.
     assert split.collectives[0].nbytes == tokens * width * bf16 / 4 * 3 / 4
     assert block_bytes(split, "blocks.1") == block_bytes(whole, "blocks.1")
@@ -226,47 +227,103 @@ def test_flux_has_as_few_regions_as_its_plans_need() -> None:
         assert len({region.info.key for region in cut.regions}) < 20, "equal blocks are lowered once"
 
 
-# Preset -> the small pipeline of its class, and what its call is given for guidance as the model's card has it.
-PIPELINES = {
-    "wan2.2-ti2v-5b": "wan",
-    "wan2.2-t2v-a14b": "wan2.2",
-    "wan2.1-i2v-14b": "wan-i2v",
-    "flux.1-dev": "flux",
-    "hunyuanvideo": "hunyuanvideo",
-    "qwen-image": "qwen-image",
+# Preset -> the small pipeline of its class, and its guidance as in the example of the model's card.
+PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "wan2.2-ti2v-5b": ("wan", {"guidance_scale": 5.0}),
+    "wan2.2-t2v-a14b": ("wan2.2", {"guidance_scale": 4.0}),
+    "wan2.1-i2v-14b": ("wan-i2v", {"guidance_scale": 5.0}),
+    "wan2.1-t2v-14b": ("wan", {"guidance_scale": 5.0}),
+    "wan2.1-t2v-1.3b": ("wan", {"guidance_scale": 6.0}),
+    "flux.1-dev": ("flux", {"guidance_scale": 3.5}),
+    "flux.2-dev": ("flux2", {"guidance_scale": 4.0}),
+    "flux.2-klein-4b": ("flux2", {"guidance_scale": 1.0}),
+    "hunyuanvideo": ("hunyuanvideo", {}),
+    "qwen-image": ("qwen-image", {"true_cfg_scale": 4.0}),
+    "z-image-turbo": ("z-image", {"guidance_scale": 0.0}),
+    "sd3.5-large": ("sd3.5", {"guidance_scale": 3.5, "skip_guidance_layers": None}),
+    "ltx-video": ("ltx", {}),
 }
+
+
+def pipeline_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """A small pipeline of the class and configuration of a preset's, and what changes in its small call."""
+    import diffusers
+
+    small, changed = PIPELINES[name]
+    pipe = small_pipeline(small)
+    if name == "wan2.2-ti2v-5b":
+        pipe.register_to_config(expand_timesteps=True)  # as in the model_index.json of its repository
+    if name == "flux.2-dev":  # another class than klein's: one whose transformer embeds guidance
+        transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "guidance_embeds": True}).eval()
+        parts = {"scheduler": pipe.scheduler, "vae": pipe.vae, "text_encoder": None, "tokenizer": None}
+        pipe = diffusers.Flux2Pipeline(transformer=transformer, **parts)
+        pipe.set_progress_bar_config(disable=True)
+        text = torch.randn(1, 32, transformer.config["joint_attention_dim"])
+        changed = {**changed, "prompt": None, "prompt_embeds": text}
+    return pipe, changed
+
+
+def calls_of(pipe: Any, small: SmallPipeline, changed: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of each call of the pipeline's transformers in one generation, by their names."""
+    calls = list[dict[str, Any]]()
+
+    def note(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        calls.append(inspect.signature(type(model).forward).bind(model, *args, **given).arguments)
+
+    for model in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        if model is not None:
+            model.register_forward_pre_hook(note, with_kwargs=True)
+    small.generate(pipe, **changed)
+    return calls
+
+
+def tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments of a call.  A list of tensors, one per sample (Z-Image), counts as one tensor."""
+    joined = {n: torch.stack(v) if n in ("x", "cap_feats") else v for n, v in inputs.items()}
+    return {n: v for n, v in joined.items() if isinstance(v, torch.Tensor) and n != "encoder_hidden_states_mask"}
+
+
+def shape_of(call: dict[str, Any], known: Preset) -> Shape:
+    """The shape of a call of a small pipeline, with as many samples and timesteps as the preset has."""
+    given = tensors(call)
+    latent = given["x" if "x" in given else "hidden_states"].shape
+    edge = round(latent[1] ** 0.5)  # of packed latents of an image; the small outputs are square
+    frames, height, width = {3: (1, edge, edge), 4: (1, *latent[2:]), 5: latent[2:]}[len(latent)]
+    if known.family == "ltx":
+        frames, height, width = (call[name] for name in ("num_frames", "height", "width"))
+    if known.family in ("sd3", "z-image"):  # a shape is in patches
+        height, width = height // 2, width // 2
+    return Shape(
+        batch=known.shape(known.sizes).batch,
+        frames=frames,
+        height=height,
+        width=width,
+        text=given["cap_feats" if "cap_feats" in given else "encoder_hidden_states"].shape[1],
+        timestep=known.timestep,
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_makes_the_call_that_its_pipeline_makes(name: str) -> None:
-    """As many forwards per step, of one batch, with timesteps and latents of the same form."""
-    known, small = PRESETS[name], SMALL_PIPELINES[PIPELINES[name]]
-    pipe, calls = small_pipeline(PIPELINES[name]), list[dict[str, Any]]()
-    if name == "wan2.2-ti2v-5b":
-        pipe.register_to_config(expand_timesteps=True)  # as in the model_index.json of its repository
-    for model in (pipe.transformer, getattr(pipe, "transformer_2", None)):
-        if model is not None:
-            model.register_forward_pre_hook(lambda _m, _args, given: calls.append(given), with_kwargs=True)
-    small.generate(pipe)
-    steps = small.call["num_inference_steps"]
-    assert len(calls) == known.forwards * steps, "calls per step"
-    latent = calls[0]["hidden_states"].shape
-    if len(latent) == 5:
-        frames, height, width = latent[2:]
-    else:  # packed; the small outputs are square
-        frames, height, width = 1, *(round(latent[1] ** 0.5),) * 2
-    shape = Shape(
-        batch=known.sizes.batch,
-        frames=frames,
-        height=height,
-        width=width,
-        text=calls[0]["encoder_hidden_states"].shape[1],
-        timestep=known.timestep,
-    )
+    """As many forwards per step, of as many samples, with timesteps and latents of the same form."""
+    known, small = PRESETS[name], SMALL_PIPELINES[PIPELINES[name][0]]
+    pipe, changed = pipeline_of(name)
+    calls = calls_of(pipe, small, changed)
+    assert len(calls) == known.forwards * small.call["num_inference_steps"], "calls per step"
     config = {"image_dim": 32, **pipe.transformer.config}
-    mine = FAMILIES[known.family].inputs(config, shape, None)
-    for call in calls:
-        given = {n: t for n, t in call.items() if isinstance(t, torch.Tensor) and n != "encoder_hidden_states_mask"}
-        tensors = {n: t for n, t in mine.items() if isinstance(t, torch.Tensor)}
-        assert {n: t.ndim for n, t in given.items()} == {n: t.ndim for n, t in tensors.items()}
-        assert all(given[n].shape == tensors[n].shape for n in ("hidden_states", "timestep"))
+    mine = tensors(FAMILIES[known.family].inputs(config, shape_of(calls[0], known), None))
+    for call in map(tensors, calls):
+        assert {n: t.ndim for n, t in call.items()} == {n: t.ndim for n, t in mine.items()}
+        latent, timestep = ("x", "t") if "x" in mine else ("hidden_states", "timestep")
+        assert all(call[n].shape == mine[n].shape for n in (latent, timestep))
+
+
+def test_a_call_has_the_samples_of_all_its_branches() -> None:
+    """Both branches of SD3.5 are one call; with CFG parallelism they are two, as those of Wan always are."""
+    sd, wan = PRESETS["sd3.5-large"], PRESETS["wan2.2-ti2v-5b"]
+    sizes = [replace(model.sizes, batch=3) for model in (sd, wan)]
+    assert [model.shape(size).batch for model, size in zip((sd, wan), sizes, strict=True)] == [6, 3]
+    assert [model.under(2).shape(size).batch for model, size in zip((sd, wan), sizes, strict=True)] == [3, 3]
+    assert [(m.forwards, m.under(2).forwards) for m in (sd, wan)] == [(1, 2), (2, 2)]
+    _, inputs = two_of_each("sd3.5-large").build(sizes[0], torch.device("meta"))
+    assert inputs["hidden_states"].shape[0] == inputs["timestep"].shape[0] == 6

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from helpers import graphs
 from pipelines import plain
+from problems import CHUNK, MACHINE, blocks_problem
 from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, programs, remove
 from chunkflow_compile.catalog.families import FAMILIES
+from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.runtime.device_base import Device
-from chunkflow_compile.servers.admit import Admitter, _branches
+from chunkflow_compile.servers import admit as admit_module
+from chunkflow_compile.servers.admit import _KNOWN, Admitter, _branches, _Forecast
 
 SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 
@@ -33,7 +37,7 @@ def sizes_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name, branches", [("wan", 2), pytest.param("flux", 1, marks=pytest.mark.long)], ids=["wan", "flux"]
+    "name, branches", [pytest.param("wan", 2, marks=pytest.mark.long), pytest.param("flux", 1, marks=pytest.mark.long)]
 )
 def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> None:
     pipe = apply(small_pipeline(name), memory="2MiB", min_bytes=2048, lowering="eager")
@@ -83,17 +87,42 @@ def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
             admit(pipe, **{**sizes, "num_frames": 6})
 
 
-@pytest.mark.parametrize("expand", [False, True])
-def test_it_traces_the_call_that_the_pipeline_makes(expand: bool) -> None:
+def test_an_answer_follows_from_three_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between their sizes, a step of both branches takes what a trace of that size would; asked here or elsewhere."""
+    problems = {rows: blocks_problem(4, compute=rows + rows**2 / 64) for rows in (16, 32, 48, 64)}
+    chosen = Settings(hardware=MACHINE, chunk_bytes=CHUNK)
+    forecast = _Forecast(chosen, (16, 32, 64), tuple(problems[n] for n in (16, 32, 64)), (0, 0, 0))
+    monkeypatch.setattr(Admitter, "_traced", lambda *_: forecast)
+    monkeypatch.setattr(admit_module, "_tokens", lambda shape: shape.width)
+    pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
+    sizes = {**sizes_of({**SMALL_PIPELINES["wan"].call}), "width": 48 * 8}
+    answer = admit(pipe, **sizes)
+    (plan,) = forecast.plans.values()
+    expected = Simulator(problems[48], chosen.hardware, chosen.chunk_bytes).step_under(plan)
+    assert answer.step_s == pytest.approx(2 * expected, rel=0.01)
+    assert answer.fits and answer.device_bytes == plan.device_bytes and answer.budget == 2 << 20
+    assert answer.total_s >= sizes["num_inference_steps"] * answer.step_s
+    elsewhere = pickle.loads(pickle.dumps(pipe.__dict__["_chunkflow_admitter"]))
+    assert elsewhere.admit(**sizes).to_json() == answer.to_json() == admit(pipe, **sizes).to_json()
+    check_refusals(pipe, sizes)
+    remove(pipe)
+    with pytest.raises(ChunkflowError, match="is not applied"):
+        admit(pipe, height=32, width=32)
+
+
+@pytest.mark.parametrize("name, expand", [*((name, False) for name in _KNOWN), ("wan", True)])
+def test_it_traces_the_call_that_the_pipeline_makes(name: str, expand: bool) -> None:
     """With expand_timesteps (Wan2.2 5B) a pipeline passes one timestep per token."""
-    small, calls = SMALL_PIPELINES["wan"], list[dict[str, Any]]()
+    small, calls = SMALL_PIPELINES[name], list[dict[str, Any]]()
     pipe = small.build()
-    pipe.register_to_config(expand_timesteps=expand)
+    if expand:
+        pipe.register_to_config(expand_timesteps=True)
     hook = pipe.transformer.register_forward_pre_hook(lambda _m, _args, given: calls.append(given), with_kwargs=True)
     small.generate(pipe, output_type="latent")
     hook.remove()
     admitter = Admitter.of(apply(pipe, memory="2MiB", min_bytes=2048, lowering="eager"))
-    inputs = FAMILIES["wan"].inputs(admitter.config, admitter._shape({**small.call}), None)
+    assert admitter.family == name
+    inputs = FAMILIES[name].inputs(admitter.config, admitter._shape({**admitter.defaults, **small.call}), None)
     assert [calls[0][n].shape for n in ("hidden_states", "timestep")] == [
         inputs[n].shape for n in ("hidden_states", "timestep")
     ]
