@@ -123,7 +123,7 @@ class HostBuffer:
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
-        self._store, self.pieces = None, None
+        self._store, self.pieces, self.keeps_pieces = None, None, False
         if (life := self.life) is not None:
             del life.in_store
 
