@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -69,6 +70,13 @@ def same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same view of one memory."""
     same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
     return same and one.data_ptr() == other.data_ptr()
+
+
+def place_of(host: torch.Tensor) -> Any:
+    """The memory of a dense host tensor, which is not empty, as a ctypes array that keeps the tensor."""
+    place: Any = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
+    place.host = host
+    return place
 
 
 def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes, in_one_memory, part_of, uses
+from .bytes import alias, flat_bytes, in_one_memory, part_of, place_of, uses
 from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages
@@ -90,6 +90,7 @@ class HostBuffer:
         self.is_packed = self.packable = self._backing.packed is not None
         self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
         self._writing = ProcessLock()  # held for a write, longer than the other one
+        self._copied_from = weakref.WeakValueDictionary[int, Any]()  # the raw memory, as programs refer to it
         self._uses = 0  # of the memory, by this and the weight, as ``uses`` counts them
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
@@ -115,7 +116,7 @@ class HostBuffer:
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
         """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""
-        return self._is_whole and uses(self.host) <= self._own_uses(view)
+        return self._is_whole and uses(self.host) <= self._own_uses(view) and not self._copied_from
 
     @property
     def _is_whole(self) -> bool:
@@ -123,7 +124,7 @@ class HostBuffer:
 
     def leave(self) -> None:
         """Be in no store from now on: its weight is in no placed model."""
-        self._store, self.pieces = None, None
+        self._store, self.pieces, self.keeps_pieces = None, None, False
         if (life := self.life) is not None:
             del life.in_store
 
@@ -200,7 +201,13 @@ class HostBuffer:
             return pieces
         if not self.keeps_pieces:
             self.pieces = None
-        return self.drive or flat_bytes(self.stored)
+        if self.drive is not None:
+            return self.drive
+        if self.is_packed or not self.host.nbytes:
+            return flat_bytes(self.stored)
+        place = place_of(self.host)
+        self._copied_from[id(place)] = place
+        return torch.frombuffer(place, dtype=torch.uint8)  # its storage is its own, so it is no use of the weight's
 
     @property
     def nbytes(self) -> int:
@@ -400,8 +407,8 @@ class HostBuffer:
 
     @property
     def _used(self) -> bool:
-        """Whether a view, or an op of another thread, has the memory, which must not lose its pages then."""
-        return uses(self.host) > self._uses
+        """Whether a program, a view, or an op of another thread has the memory, which must not lose its pages then."""
+        return uses(self.host) > self._uses or bool(self._copied_from)
 
     @property
     def is_lent(self) -> bool:
@@ -409,7 +416,7 @@ class HostBuffer:
 
         False where the weight has only a part of its storage: the other parts have users of their own.
         """
-        return not self.is_packed and self._is_whole and self._used
+        return not self.is_packed and self._is_whole and uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""

@@ -207,30 +207,25 @@ class HostStore:
         Raises ChunkflowError if there is no memory for what was written.
         """
         todo, self.exported = self.exported, []
-        kept, slow = {}, False
-        had: dict[HostBuffer, Any] = {}  # the sources of buffers whose pieces have to be looked at again
+        lent: dict[HostBuffer, list[tuple[weakref.ref[Any], weakref.ref[HostBuffer]]]] = {}
+        for entry in todo:
+            if (buffer := entry[1]()) is not None:
+                lent.setdefault(buffer, []).append(entry)
+        slow = False
         try:
-            while todo:
-                lent, ref = todo[-1]
-                if (buffer := ref()) is not None:
-                    user = lent()  # asked first: nobody else writes it afterwards
-                    if user is None and buffer.is_lent:
-                        user = buffer
-                    before = buffer.pieces if buffer.keeps_pieces else buffer.source_now
-                    changed = buffer.settle()
-                    if user is not None:
-                        kept[id(buffer), id(user)] = lent, ref
-                        slow |= changed and not buffer.is_packed
-                    if changed or buffer.keeps_pieces:
-                        had.setdefault(buffer, before)
-                todo.pop()
+            for buffer in [*lent]:
+                # asked first: nobody else writes it afterwards
+                users = {id(user): entry for entry in lent[buffer] if (user := entry[0]()) is not None}
+                kept = [*users.values()] or (lent[buffer][:1] if buffer.is_lent else [])
+                buffer.keeps_pieces = True  # what is settled may be what they have
+                changed = buffer.settle()
+                lent[buffer] = kept
+                if kept:
+                    slow |= changed and not buffer.is_packed
+                else:
+                    self._have_pieces_again(buffer)
         finally:
-            self.exported += [*todo, *kept.values()]
-        in_use = {ref() for _, ref in self.exported}
-        for buffer, pieces in had.items():
-            buffer.keeps_pieces = isinstance(pieces, Pieces) and buffer in in_use
-            if isinstance(pieces, Pieces) and buffer not in in_use and self.peers and self.peers.same(buffer, pieces):
-                buffer.pieces = replace(pieces, version=buffer.version)
+            self.exported += [entry for entries in lent.values() for entry in entries]
         if slow and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(
@@ -239,6 +234,12 @@ class HostStore:
                 "keep clones of its tensors.",
                 stacklevel=2,
             )
+
+    def _have_pieces_again(self, buffer: HostBuffer) -> None:
+        """Nobody but the model can write a weight any more, whose pieces may have its values although writes were counted."""
+        buffer.keeps_pieces, pieces = False, buffer.pieces
+        if pieces is not None and pieces.version != buffer.version and self.peers and self.peers.same(buffer, pieces):
+            buffer.pieces = replace(pieces, version=buffer.version)
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:

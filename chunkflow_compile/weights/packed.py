@@ -30,7 +30,7 @@ from chunkflow_compile.passes.packing import Layout, Run, pack, unpack_into
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import as_weight, flat_bytes, same_bits
+from .bytes import as_weight, flat_bytes, place_of, same_bits
 from .drive import Scratch
 from .host_memory import empty_pages, running_on
 from .limits import no_room
@@ -221,9 +221,7 @@ class Packed(Backing):
 
 def _at(host: torch.Tensor) -> torch.Tensor:
     """A tensor in the place of another one, whose storage tells when nobody uses it any more."""
-    pages: Any = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
-    pages.host = host  # which keeps the addresses
-    return as_weight(torch.frombuffer(pages, dtype=torch.uint8), host)
+    return as_weight(torch.frombuffer(place_of(host), dtype=torch.uint8), host)
 
 
 def _this_thread() -> tuple[int, int]:

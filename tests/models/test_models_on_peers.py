@@ -537,6 +537,8 @@ def forks(rank: int, when: str, share: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("when", "share"), [("before", False), ("after", False), ("after", True)])
+@pytest.mark.parametrize(
+    ("when", "share"), [("before", False), pytest.param("after", False, marks=pytest.mark.long), ("after", True)]
+)
 def test_a_rank_that_forks(when: str, share: bool, on_ranks: Callable[..., None]) -> None:
     on_ranks(forks, when, share, fresh=True)

@@ -45,11 +45,14 @@ def test_random_programs_with_three_homes(programs: int, record_property: Callab
     count: Counter[str] = Counter()
     seen: set[str] = set()
 
-    @examples(200, 120)
+    def enough() -> bool:
+        return min(count[home] for home in ("device", "host", "peers")) > programs / 2
+
+    @examples(200, 120)  # what it draws depends on the modules that are loaded, too
     @given(specs, st.lists(choices, min_size=10, max_size=10))
     def check_all(spec: Spec, plans: list[Choices]) -> None:
         for chosen in plans:
-            if len(seen) >= programs:
+            if len(seen) >= programs and enough():
                 return
             found = PeersBench(spec, chosen)
             program = found.program(chosen)
@@ -61,8 +64,8 @@ def test_random_programs_with_three_homes(programs: int, record_property: Callab
             count.update(w.home for w in program.plan.weights)
 
     check_all()
-    assert len(seen) == programs and min(count[home] for home in ("device", "host", "peers")) > programs / 2
-    record_property("counts", f"{programs} different programs of three homes: {count['runs']} runs, 0 mismatches")
+    assert len(seen) >= programs and enough()
+    record_property("counts", f"{len(seen)} different programs of three homes: {count['runs']} runs, 0 mismatches")
 
 
 @pytest.mark.long

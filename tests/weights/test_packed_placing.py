@@ -103,7 +103,13 @@ def streaming(model: nn.Module) -> Any:
     return torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
 
 
-@pytest.mark.parametrize(("what", "drive"), [*((what, False) for what in RETURNS), ("to", True)])
+# torch gives memory in these as in "to"
+ALIKE = [pytest.param(what, False, marks=pytest.mark.long) for what in ("methods", "apply")]
+
+
+@pytest.mark.parametrize(
+    ("what", "drive"), [*((what, False) for what in ("to", "values", "data", "assign")), ("to", True), *ALIKE]
+)
 def test_a_model_that_comes_back_to_its_dtype_is_packed_again(what: str, drive: bool) -> None:
     """At its next call, also if it was called in another dtype; the same with weights that were on the drive before."""
     model, twin = twins(lambda: Twice().to(BF16).requires_grad_(False))

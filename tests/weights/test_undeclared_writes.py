@@ -14,6 +14,7 @@ from helpers import Stack, check_steps, twins
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.placed.placement import placement_of
 
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 1024}
@@ -291,6 +292,27 @@ def test_a_state_dict_that_is_kept_may_be_written_at_any_time(no_grad: None) -> 
     seen = program.call.steps
     check_steps(run, twin, 2)
     assert programs(model) == (program,) and program.call.steps == seen + 2, "what is dropped is counted once"
+
+
+def test_programs_that_copy_from_the_memory_are_no_users_of_a_state_dict(no_grad: None) -> None:
+    model, twin = twins(Stack)
+    offload(model, min_bytes=LEAST)
+    run, store = compiled(model, "layerwise"), placement_of(model).store  # type: ignore[union-attr]
+    check_steps(run, twin, 2)
+    assert programs(model)[0].measurements[-1].moved_bytes > 0
+    states = [m.state_dict() for m in (model, twin)]
+    arrays = [state[ONE].numpy() for state in states]
+    with pytest.warns(UserWarning, match="are still in use"):
+        check_steps(run, twin, 2)
+    del states
+    for _ in range(2):  # arrays of dropped tensors still are users
+        for array in arrays:
+            array[:] *= 0.5
+        check_steps(run, twin, 2)
+    assert {buffer.name for _, ref in store.exported if (buffer := ref()) is not None} == {ONE}
+    del arrays, array
+    check_steps(run, twin, 1)
+    assert not store.exported
 
 
 def test_running_statistics_are_written(no_grad: None) -> None:
