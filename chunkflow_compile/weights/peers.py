@@ -124,7 +124,7 @@ class Peers:
         All ranks call it, with the weights of the same program.  ``wanted``: those that this rank's plan wants.
         One whose values differ between ranks, or are packed on some ranks only, is not sharded on any rank.  If the ranks
         call other programs, or one has not called its model for a minute, no weight is sharded from then on.
-        Raises ChunkflowError, on all ranks, if one raises in its first call, has no room, or has ended.
+        Raises ChunkflowError, on all ranks, if one raises in its first call, runs out of memory, or has ended.
         """
         if not (self._node.meets or self._node.forked):
             return
