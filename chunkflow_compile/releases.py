@@ -35,7 +35,7 @@ def backend_of(compiled: Any) -> Any:
 
     torch has no function for it: Dynamo's callback is in the closure of the function, and leads to the backend.
     """
-    if not hasattr(compiled, "_torchdynamo_orig_callable"):
+    if not inspect.isfunction(compiled) or not hasattr(compiled, "_torchdynamo_orig_callable"):
         return None
     inside: Mapping[str, Any] = inspect.getclosurevars(compiled).nonlocals
     found = next((value for value in inside.values() if hasattr(value, "_torchdynamo_orig_backend")), None)

@@ -125,7 +125,7 @@ class Turns:
         self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
-        self._pieces: dict[str, Pieces] = {}  # of weights by name, once they were dealt out
+        self._pieces: dict[str, Pieces] = {}  # of weights by name, once they were sharded
 
     def run(self) -> RankRun:
         job = self.job

@@ -90,7 +90,7 @@ class Entry(Generic[Value]):
 
 
 def _versions() -> dict[str, Any]:
-    """What decides, beside the model and its sizes, what a trace is."""
+    """What a trace depends on, other than the model and its sizes."""
     import torch
 
     return {

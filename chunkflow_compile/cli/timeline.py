@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.blocks < 1:
         raise ChunkflowError("--blocks must be at least 1.")
     check_picture(out, ".json")
-    progress = Progress(3)
+    progress = Progress(1 if arguments.model.endswith(".json") else 3)
     title, plan = _plan_shown(arguments, progress)
     lanes = lanes_of(plan)
     held = f"{part_of(plan.device_bytes, sum(w.nbytes for w in plan.weights))} of weights on the GPU"

@@ -6,7 +6,6 @@ rewrites and verifies the ATen graph; lowers its regions.  Weights move at the f
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import weakref
@@ -81,7 +80,7 @@ from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.codes import Code, Codes, Goal, LoweredRegion, bare
 from chunkflow_compile.runtime.device import check_device, check_kind
-from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants
+from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 
@@ -122,9 +121,7 @@ def chunkflow(
     that torch has split into the buckets of DistributedDataParallel, or a memory budget below the least possible.
     """
     try:
-        with contextlib.ExitStack() as calls:
-            for store in {buffer.store: None for value in example_inputs if (buffer := buffer_of(value)) is not None}:
-                calls.enter_context(store.first_call())
+        with awaited(example_inputs):
             return _lowered(graph, example_inputs, options, mode)
     except ChunkflowError as error:
         raise CompilationError(chunkflow, error, inspect.currentframe()) from error
@@ -355,8 +352,8 @@ def _peers(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]
     any is; else what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
     if placement is None or placement.store.peers is None:
         return {}
-    dealt = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
-    return {"peers": dealt or placement.peers, "ranks": placement.store.peers.ranks}
+    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
+    return {"peers": sharded or placement.peers, "ranks": placement.store.peers.ranks}
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]) -> int:

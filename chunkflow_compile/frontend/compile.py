@@ -173,7 +173,7 @@ def compile_by_kind(
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
         placement.progress = CompileProgress(name, 1, model)
-        model._compiled_call_impl = Shown(model, placement.progress)
+        model._compiled_call_impl = CallWithProgress(model, placement.progress)
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
@@ -190,7 +190,7 @@ def compile_by_kind(
     for part in op_by_op.values():
         _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
     placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)), model)
-    model._compiled_call_impl = Shown(model, placement.progress)
+    model._compiled_call_impl = CallWithProgress(model, placement.progress)
 
 
 class Compiled:
@@ -246,7 +246,7 @@ def uncompile(model: nn.Module) -> None:
 
 def is_ours(call: Any) -> bool:
     """Whether the compiled call of a module is one of ChunkFlow."""
-    return isinstance(call, EagerForNested | Opened | Shown) or backend_of(call) in (chunkflow, _with_hooks)
+    return isinstance(call, EagerForNested | Opened | CallWithProgress) or backend_of(call) in (chunkflow, _with_hooks)
 
 
 def _eager(forward: Any) -> Any:
@@ -283,7 +283,7 @@ def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
 
 
-class Shown:
+class CallWithProgress:
     """The calls of a model, during which the progress of its compilations is shown."""
 
     def __init__(self, model: nn.Module, progress: CompileProgress) -> None:

@@ -89,7 +89,7 @@ def profile_of_card(card: str) -> str | None:
 
 def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
     """Whether a plan's profile is of the machine that it runs on: one that was measured there or given as a file, or the
-    built-in one of the card.  That of CPUs was measured on another CPU, and scaled ones are guesses.
+    built-in one of the card.  The built-in profile of CPUs was measured on another CPU, and scaled profiles are estimates.
 
     ``profile``: its name in the plan.  ``device``: that the plan runs on; None trusts the profile of any card.
     """
@@ -103,7 +103,7 @@ def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
         return False
     import torch
 
-    cards = _read_built_in(profile).cards  # none for a machine that is no card's alone, which the user has named
+    cards = _read_built_in(profile).cards  # empty for a profile of a whole machine, which only the user can have named
     return not cards or torch.cuda.get_device_properties(device).name in cards
 
 

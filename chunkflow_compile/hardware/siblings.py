@@ -47,7 +47,7 @@ class Sibling:
         scaled = f"assumption: {like.name} by number of multiprocessors ({mine} of {other})"
         if gemm:
             times = gemm["bfloat16"] / like.gemm_flops["bfloat16"]
-            scaled = f"assumption: beside its GEMM rate, as {like.name}"
+            scaled = f"assumption: {like.name} by GEMM rate"
         figures: dict[str, tuple[Any, str]] = {
             "gemm_flops": (
                 gemm or {dtype: times * rate for dtype, rate in like.gemm_flops.items()},
@@ -78,8 +78,8 @@ _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures 
 
 
 def _of_float16(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
-    """Figures of a card whose tensor cores know float16 only.  FLOP/s of GEMMs: ``half``, ``single`` and ``brain``, that of
-    bfloat16, which is only told."""
+    """Figures of a card whose tensor cores support float16 only.  ``half``, ``single``, ``brain``: FLOP/s of GEMMs in
+    float16, float32 and bfloat16; the last is only named in the source."""
     efficient = 0.48 * half
     return {
         "gemm_flops": (
@@ -89,7 +89,7 @@ def _of_float16(half: float, single: float, brain: float, source: str) -> dict[s
         ),
         "attention_flops": (
             {"efficient": efficient},
-            "assumption: 0.48 of the GEMM rate, 0.55 of what FlashAttention-2 reaches beside it on Ampere cards",
+            "assumption: 0.48 of the GEMM rate, 0.55 of the share that FlashAttention-2 reaches on Ampere cards",
         ),
         "attention": (
             "efficient",

@@ -25,8 +25,6 @@ _log = logging.getLogger(__name__)
 
 # A compilation that takes at least as long as this is reported when it is done.
 LINE_S = 2.0
-# The function through which every call of a module goes, compiled or not.
-_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 class CompileProgress:
@@ -135,9 +133,10 @@ class CompileProgress:
         names: dict[nn.Module, str] = {}
         if model is not None:
             names = {module: name for name, module in model.named_modules()}
+        call = getattr(nn.Module.__call__, "__code__", None)  # every call of a module goes through it, compiled or not
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is _CALL and (module := frame.f_locals["self"]) in names:
+            if frame.f_code is call and (module := frame.f_locals["self"]) in names:
                 return names[module]
             frame = frame.f_back
         return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from textwrap import fill
 
 from tabulate import tabulate
 
@@ -17,7 +16,7 @@ from chunkflow_compile.units import size
 from .calls import CallFigures, calls_table
 from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
-from .record import PROSE_WIDTH, as_json, fine, is_far, profile_does_not_fit, region_title, seconds, without_profile
+from .record import as_json, fine, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile
 from .summary import NOTABLE, Summary, advice
 
 # Stalls and windows listed: as many as a person reads before acting.
@@ -148,14 +147,14 @@ class Explanation:
         medians = f"medians of {self.steps} {one if self.steps == 1 else several}"
         warm = f"policy {self.policy}, planned for {self.hardware}; {medians}; plan {self.plan}"
         advised = self.advice if self.profiled else without_profile(self.hardware, "compile")
-        prose = [f"limited by {self.limit}", advised, *self.notes]
+        sentences = [f"limited by {self.limit}", advised, *self.notes]
         if self.cold > 1:
-            prose.append(
+            sentences.append(
                 f"{self.cold} calls began cold, with empty slots: programs that share an arena take turns, and each "
                 "change repeats the first copies; or a call failed. Give one of them an arena of its own."
             )
-        parts = [fill(self.part, PROSE_WIDTH), warm, _figure_table(self.figures, self.profiled)]
-        parts += [fill(text, PROSE_WIDTH) for text in filter(None, prose)]
+        parts = [prose(self.part), warm, _figure_table(self.figures, self.profiled)]
+        parts += [prose(text) for text in filter(None, sentences)]
         if self.stalls:
             parts.append(f"worst stalls:\n\n{_stall_table(self.stalls, self.profiled)}")
         elif self.waited_s > _SHORT:
@@ -166,7 +165,7 @@ class Explanation:
             parts.append(f"a cycle of {len(self.calls)} calls, {self.jumps} jumps so far:\n\n{calls_table(self.calls)}")
         parts.append(_windows(self.windows, every_window, self.profiled))
         if self.first_step:
-            parts.append(fill(first_step_line(self.first_step), PROSE_WIDTH))
+            parts.append(prose(first_step_line(self.first_step)))
         return "\n\n".join(filter(None, parts))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from textwrap import fill
 
 from tabulate import tabulate
 
 from chunkflow_compile.units import size
 
-from .record import PROSE_WIDTH, is_far, profile_does_not_fit, seconds, without_profile
+from .record import is_far, profile_does_not_fit, prose, seconds, without_profile
 from .summary import Summary, advice
 
 
@@ -117,13 +116,13 @@ class PipelineFigures:
             )
         if far := dict.fromkeys(p.hardware for p in phases if is_far(p.shown_s, p.measured_s)):
             fix = profile_does_not_fit(", ".join(map(repr, far)), "apply")
-            lines.append(fill(f"Some calls take far from what was predicted: {fix}.", PROSE_WIDTH))
+            lines.append(prose(f"Some calls take far from what was predicted: {fix}."))
         unknown = dict.fromkeys(p.hardware for p in phases if p.hardware is not None and not p.profiled)
-        lines += [fill(without_profile(hardware, "apply"), PROSE_WIDTH) for hardware in unknown]
+        lines += [prose(without_profile(hardware, "apply")) for hardware in unknown]
         for p in (p for p in phases if p.retries):
             times = "once" if p.retries == 1 else f"{p.retries} times"
             lines.append(f"{p.name} ran out of memory {times}; weights gave way.")
-        lines += [fill(f"{p.name}: {note}", PROSE_WIDTH) for p in self.phases for note in p.notes]
+        lines += [prose(f"{p.name}: {note}") for p in self.phases for note in p.notes]
         return "\n".join(lines)
 
 

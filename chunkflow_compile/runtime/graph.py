@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.locks import ProcessLock, aside
+from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
 from .codes import Codes, CurrentCode, Sizes
@@ -134,7 +135,7 @@ class CompiledGraph:
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
-        with self._lock(), _awaited(parameters):
+        with self._lock(), awaited(parameters.values()):
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
                 self.codes.plan(inputs, self._changed(parameters))
                 self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
@@ -144,12 +145,12 @@ class CompiledGraph:
                         del self._programs[key]
 
     def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        with _awaited(parameters):
+        with awaited(parameters.values()):
             current = self._current_code(parameters, key[2])
         if stale is not None:
             stale.close()
         try:
-            with dynamo_timed("chunkflow.bind"), _awaited(parameters):
+            with dynamo_timed("chunkflow.bind"), awaited(parameters.values()):
                 fresh = self._place(
                     parameters,
                     current.code.program.offloaded,
@@ -194,8 +195,7 @@ class CompiledGraph:
 
         One that several regions read, or that the graph returns, is wanted raw, and raw is what cannot be packed.
         """
-        buffers = [buffer for p in parameters.values() if (buffer := buffer_of(p)) is not None]
-        for store in dict.fromkeys(buffer.store for buffer in buffers):
+        for store in _stores(parameters.values()):
             if store.exported:
                 store.mark_exported_dirty()  # programs copy what was written before they start
         able, wanted = takes_packed(self.codes.first.cut), current.code.packed if self._packs else frozenset()
@@ -229,12 +229,17 @@ def _shard_across_peers(parameters: Mapping[str, nn.Parameter], wanted: Collecti
     return frozenset(name for name, buffer in buffers.items() if buffer.pieces is not None)
 
 
+def _stores(values: Iterable[Any]) -> list[Store]:
+    """The stores of the placed weights among ``values``, each once."""
+    return [*dict.fromkeys(buffer.store for value in values if (buffer := buffer_of(value)) is not None)]
+
+
 @contextlib.contextmanager
-def _awaited(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Around what comes before weights are sharded: the other ranks wait for it, and raise what it raises."""
-    stores = dict.fromkeys(buffer.store for p in parameters.values() if (buffer := buffer_of(p)) is not None)
+def awaited(values: Iterable[Any]) -> Iterator[None]:
+    """Around what comes before the weights among ``values`` are sharded: the other ranks wait for it, and raise what it
+    raises."""
     with contextlib.ExitStack() as calls:
-        for store in stores:
+        for store in _stores(values):
             calls.enter_context(store.first_call())
         yield
 

@@ -93,9 +93,9 @@ class Group:
 
     def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
         """Let ranks that wait for this one know that it places a model of class ``model`` without them.  ``asks``: the
-        arguments of ``offload`` that made it so.  Raises as :meth:`post`."""
+        arguments of ``offload`` that made it so.  Does nothing if the store cannot be reached: this rank does not need it."""
         place = _apart(model, self.rank)
-        with reached():
+        with contextlib.suppress(StoreEnded), reached():
             self.store.set(f"{place}/asks", json.dumps(asks))
             self.store.add(f"{place}/count", 1)
 

@@ -111,8 +111,8 @@ class Packed(Backing):
     def exported(self, name: str) -> torch.Tensor:
         """The values in their own place, for a state_dict: what writes them there writes the weight, see :meth:`settle`.
 
-        They are on the drive until they are written, or in host memory if there is no drive.
-        Raises ChunkflowError if there is no room there either.
+        They lie in a scratch file on the SSD until they are written, or in host memory if that file cannot be made.
+        Raises ChunkflowError if host memory has no room either.
         """
         if self.is_open_here:  # a signal handler asks in the middle of a write
             return self._copied(name)

@@ -17,7 +17,6 @@ import logging
 import mmap
 import os
 import re
-import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from chunkflow_compile.units import size
 from .bytes import flat_bytes
 from .groups import Group, numbers
 from .host_buffer import HostBuffer
+from .locks import aside
 from .mapping import Descriptor, map_file, memory_file
 from .node import Node, rendezvous
 from .pieces import Pieces
@@ -124,7 +124,7 @@ class Peers:
         All ranks call it, with the weights of the same program.  ``wanted``: those that this rank's plan wants.
         One whose values differ between ranks, or are packed on some ranks only, is not sharded on any rank.  If the ranks
         call other programs, or one has not called its model for a minute, no weight is sharded from then on.
-        Raises ChunkflowError, on all ranks, if one raises in its first call, has no room, or has ended.
+        Raises ChunkflowError, on all ranks, if one raises in its first call, runs out of memory, or has ended.
         """
         if not (self._node.meets or self._node.forked):
             return
@@ -307,14 +307,14 @@ def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
 
 
 def _leave(node: Node, pending: set[str]) -> None:
-    """Tell the other ranks that this one has dropped its model.  On a thread, because the collector may run anywhere."""
+    """Tell the other ranks that this one has dropped its model."""
 
     def leave() -> None:
         with contextlib.suppress(ChunkflowError):
             node.leave("has dropped its model")
 
     if pending and node.meets:
-        threading.Thread(target=leave, name="chunkflow-leave").start()
+        aside(leave)
 
 
 # What a rank says of GPU memory that others open, by the parameters of torch's rebuild_cuda_tensor.

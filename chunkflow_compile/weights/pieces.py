@@ -1,8 +1,8 @@
 """The pieces of a weight on the devices of the ranks of a node, as a source of copies.
 
-Nothing writes a piece after it is dealt, so a rank may pull from it at any time, and no rank waits for another because of
-that.  The pages of a piece last as long as any rank has them: those of a host device are shared memory, and of a GPU torch
-counts who has them.
+Nothing writes a piece after the weight is sharded, so a rank may pull from it at any time, and no rank waits for another.
+The pages of a piece last as long as any rank has them: those of a host device are shared memory, and of a GPU torch counts
+who has them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Pieces:
     """The bytes ``[begin, end)`` of a weight of ``nbytes`` that lies in pieces.
 
     ``held``: the piece of each rank of the node in their order, uint8, as this rank maps it.  ``place``: of this rank among
-    them.  ``version``: that of the weight's values when they were dealt.
+    them.  ``version``: that of the weight's values when they were sharded.
     """
 
     held: Sequence[torch.Tensor]

@@ -65,18 +65,39 @@ def planning(what: str) -> Iterator[None]:
 def line(text: str = "") -> tqdm[Any]:
     """A line that begins with the time since it was made, which a thread updates until the line is closed: the work that it
     reports may be one call of a compiler that takes minutes."""
-    bar = tqdm(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, mininterval=0, **_on_stderr())
-    if not bar.disable:
-        threading.Thread(target=_tick, args=(bar,), name="chunkflow progress", daemon=True).start()
-    return bar
+    return _Line(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, mininterval=0, **_on_stderr())
 
 
-def _tick(bar: tqdm[Any]) -> None:
-    while not bar.disable:  # closing a bar disables it
-        time.sleep(TICK_S)
-        with bar.get_lock():  # or a bar that is being closed would be drawn again
-            if not bar.disable:
-                bar.refresh(nolock=True)
+class _Line(tqdm):  # type: ignore[type-arg]
+    """A bar that is drawn again every TICK_S until it is closed."""
+
+    def __init__(self, **given: Any) -> None:
+        self._until_closed = contextlib.ExitStack()
+        super().__init__(**given)
+        if not self.disable:
+            self._until_closed.enter_context(_ticking(self.refresh))
+
+    def close(self) -> None:
+        self._until_closed.close()  # first: the thread would draw it again
+        super().close()
+
+
+@contextlib.contextmanager
+def _ticking(tick: Callable[[], object]) -> Iterator[None]:
+    """Call ``tick`` every TICK_S, on a thread."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(TICK_S):
+            tick()
+
+    thread = threading.Thread(target=run, name="chunkflow progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class Lines:
@@ -117,24 +138,12 @@ class Progress:
         self._bar.set_description_str(what)
         if self._lines is not None:
             self._lines.begin(what)
-        over = threading.Event()
-        ticker = threading.Thread(target=self._tick, args=(over,), daemon=True)
-        ticker.start()
         try:
-            yield
+            with _ticking(self._bar.refresh if self._lines is None else self._lines.tick):
+                yield
         except BaseException:
             self._bar.close()
             raise
-        finally:
-            over.set()
-            ticker.join()
         self._bar.update()
         if self._bar.n >= (self._bar.total or 0):
             self._bar.close()
-
-    def _tick(self, over: threading.Event) -> None:
-        while not over.wait(1.0):
-            if self._lines is not None:
-                self._lines.tick()
-            elif not self._bar.disable:
-                self._bar.refresh()

@@ -63,19 +63,23 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one host: their profile, how many ranks run on them, and the nominal memory of each in GiB (data sheet)."""
+    """GPUs of one host: their profile, and how many ranks run on them."""
 
     profile: str
     ranks: int
-    nominal_gib: int
+
+    @property
+    def nominal_gib(self) -> int:
+        """Memory of each by its data sheet, in GiB."""
+        return load_profile(self.profile).memory_bytes >> 30
 
 
 GPUS = {
-    "RTX 4090": Gpus("rtx-4090-pcie", 1, 24),
-    "RTX 5090": Gpus("rtx-5090-pcie", 1, 32),
-    "H100": Gpus("h100-nvlink", 1, 80),
-    "8 x H100": Gpus("h100-nvlink", 8, 80),
-    "H200": Gpus("h200", 1, 141),
+    "RTX 4090": Gpus("rtx-4090-pcie", 1),
+    "RTX 5090": Gpus("rtx-5090-pcie", 1),
+    "H100": Gpus("h100-nvlink", 1),
+    "8 x H100": Gpus("h100-nvlink", 8),
+    "H200": Gpus("h200", 1),
 }
 # A way fits if its bytes are at most the nominal memory of a GPU less this, for the CUDA context, the workspaces of libraries
 # and fragmentation.  Memory that other processes hold is not subtracted.
