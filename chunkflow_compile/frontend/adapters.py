@@ -234,13 +234,14 @@ def _loaded(model: Any) -> None:
 @contextlib.contextmanager
 def _only_read(model: nn.Module) -> Iterator[None]:
     """Tensors of a ``state_dict`` that a load takes and drops were not written: diffusers looks at their names."""
-    before = [(placement.store, [*placement.store.exported]) for placement in placements_of(model)]
+    before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
         yield
     finally:
-        for store, entries in before:
-            kept = {id(entry) for entry in entries}
-            store.exported = [entry for entry in store.exported if id(entry) in kept or entry[0]() is not None]
+        for store, kept in before:
+            for export in [*store.exported]:
+                if export not in kept and export.user() is None:
+                    store.exported.pop(export, None)
 
 
 def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # Between two looks for what a rank posts, which may take it minutes.
 _PAUSE_S = 0.02
-# A rank that is waited for is named in the log after so long.
+# A rank that is waited for is named in the log after so long, and it is asked why it does not come.
 LOGGED_S = 5.0
 # In JSON, in the place of a value that a rank has posted for nothing.
 _WITHDRAWN = "null"
@@ -65,22 +65,26 @@ class Group:
         return key
 
     def posted(
-        self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], Any] = lambda missing: None
+        self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, Any]:
         """Rank -> the value that it has posted, of all that have; None if it has withdrawn it.
 
-        Waits at most ``seconds`` for the others, or until ``absent`` returns why the missing ranks are not going to post.
+        Waits at most ``seconds`` for the others, or, after LOGGED_S, until ``absent`` finds that one of the missing ranks is
+        not going to post.
         Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
         to it.  Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
             while missing := self.missing(values := self._values(keys)):
-                if (waited := time.monotonic() - began) >= seconds or absent(missing):
+                if (waited := time.monotonic() - began) >= seconds:
                     break
-                if waited > LOGGED_S and not logged:
-                    _log.info("rank %s waits for %s", self.rank, numbers(missing))
-                    logged = True
+                if waited > LOGGED_S:
+                    if absent(missing):
+                        break
+                    if not logged:
+                        _log.info("rank %s waits for %s", self.rank, numbers(missing))
+                        logged = True
                 time.sleep(_PAUSE_S)
             if missing:
                 self.store.set(keys[self.rank], _WITHDRAWN)

@@ -52,7 +52,7 @@ from .pieces import Pieces
 from .pinning import HostReader, Pins
 from .source import DriveBytes, Source
 from .staging import GpuStagings
-from .store import Store
+from .store import Export, Store
 
 
 class Life:
@@ -290,13 +290,13 @@ class HostBuffer:
                     return self.export_view(view)
                 exported = part_of(backing.exported(self.name), view)
             if self._store is not None:
-                self._store.exported.append((weakref.ref(exported.untyped_storage()), weakref.ref(self)))
+                self._store.exported[Export(weakref.ref(exported.untyped_storage()), weakref.ref(self))] = None
             return exported
         exported = backing.view_to_write(view)
         if backing is not self._backing:  # another thread has written it
             return self.export_view(view)
         if self._store is not None and self.where is not Where.SHARED:
-            self._store.exported.append((weakref.ref(exported), weakref.ref(self)))
+            self._store.exported[Export(weakref.ref(exported), weakref.ref(self))] = None
         return exported
 
     def settle(self) -> bool:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +32,7 @@ from .pieces import Pieces
 from .pinning import HostReader
 from .progress import moving
 from .staging import GpuStagings
+from .store import Export
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class HostStore:
     agreed: int | None = None
     peers: Peers | None = None
     counts: Counts = field(default_factory=Counts)
-    exported: list[tuple[weakref.ref[Any], weakref.ref[HostBuffer]]] = field(default_factory=list)
+    exported: dict[Export, None] = field(default_factory=dict)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
@@ -206,26 +206,27 @@ class HostStore:
         values.
         Raises ChunkflowError if there is no memory for what was written.
         """
-        todo, self.exported = self.exported, []
-        lent: dict[HostBuffer, list[tuple[weakref.ref[Any], weakref.ref[HostBuffer]]]] = {}
-        for entry in todo:
-            if (buffer := entry[1]()) is not None:
-                lent.setdefault(buffer, []).append(entry)
+        # They stay in the list until their buffer is settled: other threads that call the model settle them, too.
+        exports: dict[HostBuffer, list[Export]] = {}
+        for export in [*self.exported]:
+            if (buffer := export.buffer()) is None:
+                self.exported.pop(export, None)
+            else:
+                exports.setdefault(buffer, []).append(export)
         slow = False
-        try:
-            for buffer in [*lent]:
-                # asked first: nobody else writes it afterwards
-                users = {id(user): entry for entry in lent[buffer] if (user := entry[0]()) is not None}
-                kept = [*users.values()] or (lent[buffer][:1] if buffer.is_lent else [])
-                buffer.keeps_pieces = True  # what is settled may be what they have
-                changed = buffer.settle()
-                lent[buffer] = kept
-                if kept:
-                    slow |= changed and not buffer.is_packed
-                else:
-                    self._have_pieces_again(buffer)
-        finally:
-            self.exported += [entry for entries in lent.values() for entry in entries]
+        for buffer, lent in exports.items():
+            # asked first: nobody else writes it afterwards
+            users = {id(user): export for export in lent if (user := export.user()) is not None}
+            kept = {*users.values()} or {*lent[: buffer.is_lent]}
+            buffer.keeps_pieces = True  # what is settled may be what they have
+            changed = buffer.settle()
+            for export in lent:
+                if export not in kept:
+                    self.exported.pop(export, None)
+            if kept:
+                slow |= changed and not buffer.is_packed
+            else:
+                self._have_pieces_again(buffer)
         if slow and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(

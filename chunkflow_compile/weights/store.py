@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from .counts import Counts
 from .limits import Room
+
+
+@dataclass(frozen=True, eq=False)
+class Export:
+    """A tensor of a state_dict, or its storage, that has the memory of a HostBuffer."""
+
+    user: weakref.ref[Any]
+    buffer: weakref.ref[Any]
 
 
 class Store(Protocol):
@@ -21,7 +30,7 @@ class Store(Protocol):
     turn: tuple[int, int] | None
     counts: Counts
     peers: Any
-    exported: list[tuple[weakref.ref[Any], weakref.ref[Any]]]
+    exported: dict[Export, None]
 
     def quiet(self) -> AbstractContextManager[object]: ...
 

@@ -309,7 +309,7 @@ def test_programs_that_copy_from_the_memory_are_no_users_of_a_state_dict(no_grad
         for array in arrays:
             array[:] *= 0.5
         check_steps(run, twin, 2)
-    assert {buffer.name for _, ref in store.exported if (buffer := ref()) is not None} == {ONE}
+    assert {buffer.name for export in store.exported if (buffer := export.buffer()) is not None} == {ONE}
     del arrays, array
     check_steps(run, twin, 1)
     assert not store.exported
