@@ -195,7 +195,7 @@ device memory:  16.0 KiB of 32.0 KiB of weights
 host memory:    32.0 KiB copied to the device per step
 to go faster:   more memory than 16.0 KiB (all weights: 32.0 KiB), pack=True, or quantised weights
 
-policy chunkflow, planned for machine; medians of 7 calls; plan 42765a501ae152f1
+policy chunkflow, planned for machine; medians of 7 calls; plan e95e31f7e30278a5
 
                          predicted    measured    ratio
 -----------------------  -----------  ----------  -------
