@@ -218,9 +218,10 @@ with hardware='measured'
 worst stalls:
 
   window  region         predicted    measured    waits for            why
---------  -------------  -----------  ----------  -------------------  -----------------------------------------------------
-       4  blocks.0: out  0.0 ms       3.0 ms      blocks.0.out.weight  planned with 0.9 ms to spare; the copies or what they
-                                                                       wait for came later than predicted
+--------  -------------  -----------  ----------  -------------------  -----------------------------
+       4  blocks.0: out  0.0 ms       3.0 ms      blocks.0.out.weight  planned with 0.9 ms to spare;
+                                                                       the copies or what they wait
+                                                                       for came later than predicted
 
 windows that differ most from what was predicted:
 
