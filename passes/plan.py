@@ -312,5 +312,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    """Of all but the title of the model, which may name a file and is for reports only."""
+    described = {name: value for name, value in body.items() if name != "model"}
+    canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"chunkflow: {said}", file=sys.stderr)
         return 2
     parser = _parser()
-    arguments = parser.parse_args(given)
+    arguments, unknown = parser.parse_known_args(given)
+    if unknown:
+        print(f"chunkflow: {_unknown(unknown, arguments)}", file=sys.stderr)
+        return 2
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -101,6 +104,17 @@ def _misspelt(argv: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     meant = f"; did you mean {close[0]!r}?" if close else "."
     return f"There is no command {name!r}{meant} chunkflow --help lists the commands."
+
+
+def _unknown(words: Sequence[str], arguments: argparse.Namespace) -> str:
+    """That a command does not take the first of ``words``, and which of its options is meant."""
+    command = "chunkflow" if arguments.command is None else f"chunkflow {arguments.command}"
+    name = words[0].partition("=")[0]
+    if not name.startswith("-"):
+        return f"{command} takes no further argument {name!r}. {command} --help lists what it takes."
+    close = difflib.get_close_matches(name, getattr(arguments, "options", ("--help", "--version")), n=1)
+    meant = f"; did you mean {close[0]}?" if close else "."
+    return f"{command} has no option {name}{meant} {command} --help lists its options."
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,9 +26,15 @@ from .profiles import measured_profile
 if TYPE_CHECKING:
     import torch
 
-LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
+LIBRARIES = ("diffusers", "transformers", "accelerate", "peft", "matplotlib", "prometheus-client", "torch-tensorrt")
 # Of them, those that commands need -> the extra of this package that has them.
-EXTRAS = {"diffusers": "diffusers", "transformers": "diffusers", "matplotlib": "pictures"}
+EXTRAS = {
+    "diffusers": "diffusers",
+    "transformers": "diffusers",
+    "peft": "adapters",
+    "matplotlib": "pictures",
+    "prometheus-client": "metrics",
+}
 _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 
 

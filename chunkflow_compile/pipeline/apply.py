@@ -243,7 +243,8 @@ def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) ->
     """Say so if all weights of all components stay on the device, for which nobody needs a budget."""
     reasons = {name: why_nothing_streams(model, min_bytes) for name, model in models.items()}
     if reasons and all(reasons.values()):
-        _log.warning("%s", "; ".join(f"pipe.{name}: {reason}" for name, reason in reasons.items()))
+        for name, reason in reasons.items():
+            _log.warning("pipe.%s: %s", name, reason)
 
 
 def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Options) -> dict[str, Pack]:

@@ -16,7 +16,7 @@ from chunkflow_compile.units import size
 from .calls import CallFigures, calls_table
 from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
-from .record import as_json, fine, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile
+from .record import as_json, fine, fitted, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile
 from .summary import NOTABLE, Summary, advice
 
 # Stalls and windows listed: as many as a person reads before acting.
@@ -364,7 +364,7 @@ def _stall_table(stalls: Sequence[WorstStall], profiled: bool) -> str:
     if not profiled:
         return tabulate(rows, headers=("window", "region", "measured", "waits for"))
     headers = ("window", "region", "predicted", "measured", "waits for", "why")
-    return tabulate(rows, headers=headers, maxcolwidths=[None, None, None, None, None, _WIDE])
+    return fitted(rows, headers)
 
 
 def _windows(windows: Sequence[Window], every: bool, profiled: bool) -> str:

@@ -196,7 +196,12 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
-    users = {"diffusers": "the presets, the demo and diffusers pipelines need it", "matplotlib": "pictures need it"}
+    users = {
+        "diffusers": "the presets, the demo and diffusers pipelines need it",
+        "peft": "LoRA adapters need it",
+        "matplotlib": "pictures need it",
+        "prometheus-client": "metrics for Prometheus need it",
+    }
     for name, version in machine.libraries.items():
         fix = f"{users[name]}: {install_line(EXTRAS[name])}" if name in users and not version else ""
         yield _noted(name, version or "not installed", fix)

@@ -91,7 +91,8 @@ class PipelineFigures:
         taken = f"{size(now)} of weights now" if self.most is None else f"{size(self.most)} at most"
         host = f"{size(streamed)} of {size(weights)} of weights stream from it"
         if not streamed:
-            host = "; ".join(dict.fromkeys(p.unstreamed for p in self.phases if p.unstreamed)) or host
+            largest = max((p for p in self.phases if p.unstreamed), key=lambda p: p.weights, default=None)
+            host = host if largest is None else f"{largest.unstreamed}, in {largest.name}"
         device = f"{taken}, within a budget of {size(self.total)} for weights and activations"
         return Summary(step=step, stalls=stalls, device=device, host=host, faster=faster)
 

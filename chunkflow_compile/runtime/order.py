@@ -28,6 +28,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.units import size
 
 from .arena import Arena
 from .codes import Code, bare
@@ -349,7 +350,7 @@ class Order:
         self.cycles.append(cycle)
         dump(cycle, self.newest(cycle.keys) or ())
         plan = cycle.plan
-        _log.info("%s calls repeat and run as a cycle: %s bytes on the device", len(cycle.keys), plan.device_bytes)
+        _log.info("%s calls repeat and run as a cycle: %s on the device", len(cycle.keys), size(plan.device_bytes))
 
 
 def _order_of(arena: Arena) -> Order | None:

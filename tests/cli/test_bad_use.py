@@ -35,6 +35,16 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         (["demo", "--layers", "0"], "--layers, --frames and --steps must be at least 1"),
         (["demo", "--json", "/nowhere/f.json"], "cannot be written to /nowhere/f.json: [Errno 2] No such file or"),
         (["demo", "--dump", "/proc/nowhere"], "The folder /proc/nowhere cannot be written: No such file"),
+        (
+            ["plan", MODEL, "--memry", "4GiB"],
+            "plan has no option --memry; did you mean --memory? chunkflow plan --help ",
+        ),
+        (["plan", MODEL, "--zzz=1"], "chunkflow plan has no option --zzz. chunkflow plan --help lists its options."),
+        (
+            ["--versoin"],
+            "chunkflow has no option --versoin; did you mean --version? chunkflow --help lists its options.",
+        ),
+        (["hardware", "rtx-4090"], "chunkflow hardware takes no further argument 'rtx-4090'. "),
         (["plan", "wan3"], "no preset 'wan3': use one of wan2.2-ti2v-5b, "),
         (["plan", "nothing.py:build"], "There is no file 'nothing.py': write the model as file.py:function"),
         (["plan", "examples/ulysses_dit.py:build"], "has no function 'build'"),

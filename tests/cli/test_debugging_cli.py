@@ -195,7 +195,7 @@ device memory:  16.0 KiB of 32.0 KiB of weights
 host memory:    32.0 KiB copied to the device per step
 to go faster:   more memory than 16.0 KiB (all weights: 32.0 KiB), pack=True, or quantised weights
 
-policy chunkflow, planned for machine; medians of 7 calls; plan 42765a501ae152f1
+policy chunkflow, planned for machine; medians of 7 calls; plan ce8c4b8e71195e8f
 
                          predicted    measured    ratio
 -----------------------  -----------  ----------  -------
@@ -218,9 +218,10 @@ with hardware='measured'
 worst stalls:
 
   window  region         predicted    measured    waits for            why
---------  -------------  -----------  ----------  -------------------  -----------------------------------------------------
-       4  blocks.0: out  0.0 ms       3.0 ms      blocks.0.out.weight  planned with 0.9 ms to spare; the copies or what they
-                                                                       wait for came later than predicted
+--------  -------------  -----------  ----------  -------------------  -----------------------------
+       4  blocks.0: out  0.0 ms       3.0 ms      blocks.0.out.weight  planned with 0.9 ms to spare;
+                                                                       the copies or what they wait
+                                                                       for came later than predicted
 
 windows that differ most from what was predicted:
 
