@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.forkserver
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,3 +209,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("counts")
         for line in sorted(said):
             terminalreporter.line(line)
+
+
+def in_a_child(work: Callable[[], object]) -> bool:
+    """Whether ``work`` is true in a forked process, which ends then."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    signal.alarm(int(WITHIN))
+    try:
+        os._exit(not work())
+    finally:
+        os._exit(2)

@@ -237,9 +237,8 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], p
         row.update({column: cells.get(name, "") for column, cells in extra.items()})
         if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
-        rows.append([cell for column, cell in row.items() if not (alone and column.startswith("collectives"))])
-    headers = [column for column in row if not (alone and column.startswith("collectives"))]
-    return fitted(rows, headers)
+        rows.append({c: cell for c, cell in row.items() if not (alone and c.startswith("collectives"))})
+    return fitted([[*row.values()] for row in rows], [*rows[0]])
 
 
 def bars(record: ComparisonRecord) -> str:

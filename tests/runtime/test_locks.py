@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-from conftest import WITHIN
+from conftest import WITHIN, in_a_child
 
 import chunkflow_compile
 from chunkflow_compile.lowering import warm_up
@@ -22,17 +20,6 @@ PLAIN = {
     "runtime/cuda_time.py": "of calls on a GPU, which a child cannot use",
     "runtime/torch_cuda.py": "of the recording of a CUDA graph, likewise",
 }
-
-
-def in_a_child(work: Callable[[], object]) -> bool:
-    """Whether ``work`` is true in a forked process, which ends then."""
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] == 0
-    signal.alarm(int(WITHIN))
-    try:
-        os._exit(not work())
-    finally:
-        os._exit(2)
 
 
 def test_a_child_takes_a_lock_that_a_thread_of_the_parent_holds() -> None:

@@ -8,7 +8,6 @@ import gc
 import io
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import test_limits
 import torch
-from conftest import EAGER, WITHIN
+from conftest import EAGER, in_a_child
 from helpers import Stack, stack, twins
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
@@ -423,17 +422,6 @@ def test_bytes_that_are_half_written_are_not_read(how: str, monkeypatch: pytest.
         reader.join()
     assert len(found) == 1 and torch.equal(found[0], values) and same(model, twin)
     assert buffers(model)[NAME].is_packed == (how == "a fork")
-
-
-def in_a_child(work: Callable[[], bool]) -> bool:
-    """What ``work`` returns in a forked process, which ends soon."""
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] == 0
-    signal.alarm(int(WITHIN))
-    try:
-        os._exit(not work())
-    finally:
-        os._exit(2)
 
 
 @pytest.mark.parametrize("pack", [False, True])
