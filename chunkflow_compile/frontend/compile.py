@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Never, Unpack
@@ -222,12 +223,13 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     Raises ChunkflowError if the device has too little memory, or if the model is in an applied pipeline.  After the former,
     the weights that do not fit stay offloaded and the model stays compiled.
     """
-    roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
-    refuse_applied(model)
-    bring_back(model, device)
-    for root in roots:
-        uncompile(root)
-    return bring_back(model, device)  # a call of another thread may have placed it meanwhile
+    with compile_lock:  # no call of another thread may place it meanwhile
+        roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
+        refuse_applied(model)
+        bring_back(model, device)
+        for root in roots:
+            uncompile(root)
+    return model
 
 
 def uncompile(model: nn.Module) -> None:

@@ -49,18 +49,18 @@ def move_weights(
 ) -> None:
     """Move weights of a model into its store.  ``pack``: for a model that is not placed yet."""
     if weights and index.root is not None:
-        placement = _placement(index.root, device, min_bytes, pack)
-        with placement.lock():
+        with compile_lock, (placement := _placement(index.root, device, min_bytes, pack)).lock():
             placement.move((index.names[id(p)], p) for p in weights)
 
 
 def _placement(root: nn.Module, device: torch.device, min_bytes: int, pack: Pack) -> Placement:
     """That of a model; ``pack`` is for one that is not placed yet."""
-    fresh = placement_of(root) is None
-    placement = Placement.on(root, device, min_bytes)
-    if fresh:
-        placement.pack = pack
-    return placement
+    with compile_lock:
+        fresh = placement_of(root) is None
+        placement = Placement.on(root, device, min_bytes)
+        if fresh:
+            placement.pack = pack
+        return placement
 
 
 def start_program(

@@ -125,10 +125,10 @@ def offload(
         if group is not None:
             kinds = {names[0]: f"{dtype_of(names[0], weight)} {[*weight.shape]}" for names, weight in weights}
             together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type}, name)
-        placement = Placement.on(root, target, min_bytes)
-        placement.store.bound, placement.pack = bound, pack
-        placement.store.peers, placement.peers = together, peers
         with compile_lock:
+            placement = Placement.on(root, target, min_bytes)
+            placement.store.bound, placement.pack = bound, pack
+            placement.store.peers, placement.peers = together, peers
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
             if filled:  # each rank writes its own
@@ -273,14 +273,15 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
     Raises ChunkflowError if the device has too little memory; the weights that do not fit stay offloaded.
     """
     target = None if device is None else check_device(device)
-    for placement in placements_of(model):
-        placement.undo(target)
-    for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
-        detach_guards(module)  # those of a copy
-        module.__dict__.pop(PLACEMENT, None)
-    for leaf in [*leaves_of(unwrap(model))]:  # those that a copy has, or that were assigned after the last call
-        if isinstance(leaf, HostWeight):
-            give_back(leaf, target or leaf.device, GpuStagings())
+    with compile_lock:  # no call of another thread may place it meanwhile
+        for placement in placements_of(model):
+            placement.undo(target)
+        for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
+            detach_guards(module)  # those of a copy
+            module.__dict__.pop(PLACEMENT, None)
+        for leaf in [*leaves_of(unwrap(model))]:  # those that a copy has, or that were assigned after the last call
+            if isinstance(leaf, HostWeight):
+                give_back(leaf, target or leaf.device, GpuStagings())
     return model
 
 

@@ -80,10 +80,11 @@ class Placement:
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
         """The placement of a model, created if there is none; two threads that ask at once get the same one."""
-        if placement_of(root) is None:
-            root.__dict__.pop(PLACEMENT, None)  # a copy of a placed model has the attribute, with None
-        placement: Placement = root.__dict__.setdefault(PLACEMENT, Placement(root, device, min_bytes))
-        return placement
+        with compile_lock:
+            placement = placement_of(root)
+            if placement is None:  # a copy of a placed model has the attribute, with None
+                placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes)
+            return placement
 
     @property
     def current(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -338,7 +340,14 @@ def test_a_program_that_reads_weights_in_place_ends_its_step_before_another_move
     in_threads(lambda: work(resident), lambda: work(streamed))
 
 
-def test_threads_may_restore_while_others_call(no_grad: None) -> None:
+# Seconds until Python changes threads: its own default, or so few that each line of restore meets calls of the others.
+@pytest.mark.parametrize("interval", [None, 1e-5, 1e-6])
+def test_threads_may_restore_while_others_call(
+    no_grad: None, interval: float | None, request: pytest.FixtureRequest
+) -> None:
+    if interval is not None:
+        request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+        sys.setswitchinterval(interval)
     model, twin = stack(), stack()
     run = compiled(model)
     run(torch.randn(4, 8))
