@@ -341,22 +341,23 @@ def test_a_program_that_reads_weights_in_place_ends_its_step_before_another_move
 
 
 # Seconds until Python changes threads: its own default, or so few that each line of restore meets calls of the others.
-@pytest.mark.parametrize("interval", [None, 1e-5, 1e-6])
+@pytest.mark.parametrize(("interval", "times"), [(None, 10), (1e-6, 200)])
 def test_threads_may_restore_while_others_call(
-    no_grad: None, interval: float | None, request: pytest.FixtureRequest
+    no_grad: None, interval: float | None, times: int, request: pytest.FixtureRequest
 ) -> None:
     if interval is not None:
         request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
         sys.setswitchinterval(interval)
     model, twin = stack(), stack()
-    run = compiled(model)
+    # Without fullgraph: torch counts the frames of all threads together then, and finds none in one of them.
+    run = torch.compile(model, backend="chunkflow", dynamic=False, options=OPTIONS)
     run(torch.randn(4, 8))
 
     def call() -> None:
-        check_steps(run, twin, 20)
+        check_steps(run, twin, times)
 
     def back() -> None:
-        for _ in range(10):
+        for _ in range(times):
             restore(model)
 
     in_threads(call, call, back)
