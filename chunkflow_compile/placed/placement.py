@@ -27,7 +27,7 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.guards import Guards
-from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_buffer import buffer_of, store_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -276,9 +276,7 @@ def progress_of(root: nn.Module) -> CompileProgress:
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
     """The placements that hold any of ``parameters`` in their stores."""
-    roots = {
-        id(r): r for p in parameters if (buffer := buffer_of(p)) is not None and (r := buffer.store.root) is not None
-    }
+    roots = {id(r): r for p in parameters if (store := store_of(p)) is not None and (r := store.root) is not None}
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import takes_packed
-from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_buffer import buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.locks import ProcessLock, aside
 from chunkflow_compile.weights.store import Store
@@ -231,7 +231,7 @@ def _shard_across_peers(parameters: Mapping[str, nn.Parameter], wanted: Collecti
 
 def _stores(values: Iterable[Any]) -> list[Store]:
     """The stores of the placed weights among ``values``, each once."""
-    return [*dict.fromkeys(buffer.store for value in values if (buffer := buffer_of(value)) is not None)]
+    return [*dict.fromkeys(store for value in values if (store := store_of(value)) is not None)]
 
 
 @contextlib.contextmanager

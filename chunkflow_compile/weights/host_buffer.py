@@ -488,3 +488,9 @@ def buffer_of(tensor: object) -> HostBuffer | None:
     """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
     buffer = getattr(tensor, "__dict__", {}).get("buffer")
     return buffer if isinstance(buffer, HostBuffer) and buffer.is_of(tensor) else None
+
+
+def store_of(tensor: object) -> Store | None:
+    """The store of an offloaded weight, None for any other object, and for a weight that another thread has restored."""
+    buffer = buffer_of(tensor)
+    return None if buffer is None else buffer._store
