@@ -159,7 +159,7 @@ PATTERNS = [
 # The entries of docs/glossary.md, and how a page uses each as a noun or an adjective.
 TERMS = {
     "Arena": r"\b[Aa]renas?\b",
-    "Baseline": r"(?<!paper's )\b[Bb]aselines?\b",
+    "Baseline": r"(?<!paper's\s)\b[Bb]aselines?\b",
     "Block type": r"\b[Bb]lock types?\b",
     "Budget": r"\b[Bb]udgets?\b",
     "Chunk": r"\b[Cc]hunks?\b",
@@ -239,20 +239,20 @@ def findings(page: str) -> list[Finding]:
 
 def unlinked(page: str) -> list[str]:
     """The terms of the glossary that a page uses, outside headings, tables and code, before it links to their entries."""
-    linked, missing = set[str](), []
+    linked, missing = set[str](), list[str]()
     for block in blocks(page):
-        links = [(m.span(), m[1]) for m in _LINK.finditer(block.text)]
-        uses = [(m.start(), term) for term, regex in TERMS.items() for m in re.finditer(regex, block.masked)]
-        for start, term in sorted(uses):
-            inside = [target for (begin, end), target in links if begin < start < end]
-            if inside:
-                linked |= {term} if inside[0].endswith(f"glossary.md#{anchor(term)}") else set()
-            elif term not in linked and not re.match(r"\s*[#|]", block.text):
-                missing.append(
-                    f"{block.at(start)}: “{block.sentence(start)}” - link [{term.lower()}](glossary.md#{anchor(term)})"
-                )
+        links = [(m.start(), m.end(), m[1]) for m in _LINK.finditer(block.text)]
+        for term in TERMS.keys() - linked:
+            entry = f"glossary.md#{anchor(term)}"
+            link = min((begin for begin, _, target in links if target.endswith(entry)), default=len(block.text))
+            used = (m.start() for m in re.finditer(TERMS[term].replace(" ", r"\s+"), block.masked))
+            use = min((at for at in used if not any(begin < at < end for begin, end, _ in links)), default=link)
+            if use < link and not re.match(r"\s*[#|]", block.text):
+                missing.append(f"{block.at(use)}: “{block.sentence(use)}” - link [{term.lower()}]({entry})")
                 linked.add(term)
-    return missing
+            elif link < len(block.text):
+                linked.add(term)
+    return sorted(missing, key=lambda line: (int(line.partition(":")[0]), line))
 
 
 def anchor(heading: str) -> str:
