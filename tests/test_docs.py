@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 from helpers import run_python
+from wording import PATTERNS, TERMS, anchor, faults, findings, former, unlinked
 
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.names import STAGES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -65,8 +69,7 @@ def prose(page: Path) -> str:
 
 def anchors(page: Path) -> set[str]:
     """The headings of a page as GitHub links to them."""
-    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(prose(page)))
-    return {word.strip().replace(" ", "-") for word in words}
+    return {anchor(heading) for heading in _HEADING.findall(prose(page))}
 
 
 def broken(page: Path) -> list[str]:
@@ -206,6 +209,38 @@ def test_what_is_gone_is_missed(page: str, missing: str, sources: Sources) -> No
     assert gone(page, sources) == {missing}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_worded_as_the_field_writes(page: Path) -> None:
+    """No pattern, no former sentence, and a link to the glossary at the first use of a term: ``tests/wording.py PAGE``."""
+    found = [fault.removeprefix(f"{ROOT}/") for fault in faults(page)]
+    assert not found, "\n".join(found)
+
+
+def test_a_page_with_one_of_each_pattern_has_one_finding_of_each() -> None:
+    page = "# A page\n\n" + "\n\n".join(pattern.example for pattern in PATTERNS) + "\n\n```sh\nmake card\n```\n"
+    found = findings(page)
+    assert [(f.line, f.sentence.lstrip("# "), f.instead) for f in found] == [
+        (3 + 2 * number, pattern.example.lstrip("# "), pattern.instead) for number, pattern in enumerate(PATTERNS)
+    ]
+
+
+def test_a_former_sentence_is_found_in_other_marks_and_lines() -> None:
+    assert former("A budget that is too small\n  is **refused** with the least that would do.") == [
+        "A budget that is too small is refused with the least that would do."
+    ]
+
+
+def test_a_term_is_linked_where_it_is_first_used() -> None:
+    headings = _HEADING.findall((ROOT / "docs" / "glossary.md").read_text())
+    assert [*TERMS] == headings[1:-1], "each entry of the glossary is a term"
+    page = (
+        "## Regions\n\n| slot |\n\n`slot`, a [region](glossary.md#region), a window.\n\nA [window](glossary.md#window)."
+    )
+    assert unlinked(page) == [
+        "5: “`slot`, a [region](glossary.md#region), a window.” - link [window](glossary.md#window)"
+    ]
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= MOST_LINES
@@ -251,7 +286,6 @@ def test_the_page_of_models_is_what_its_trials_say(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (ROOT / "docs" / "models.jsonl").read_text().splitlines()]
     page = run["page"](rows)
     assert page == (ROOT / "docs" / "models.md").read_text()
-    assert len(page.split()) <= 700
     equal = next(row for row in rows if row["result"] == "equal")
     assert run["page"]([{**row, "result": "differs"} if row is equal else row for row in rows]) != page
     for server, classes in run["SERVERS"].items():
