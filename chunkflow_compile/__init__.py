@@ -13,11 +13,11 @@ from chunkflow_compile.frontend.source_tree import show_backend
 
 if TYPE_CHECKING:
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
-    from chunkflow_compile.frontend.compile import compile as compile
-    from chunkflow_compile.frontend.compile import restore as restore
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
     from chunkflow_compile.passes.graph.declared import register_collective as register_collective
     from chunkflow_compile.pipeline.adapters import use_adapters as use_adapters
+    from chunkflow_compile.pipeline.api import compile as compile
+    from chunkflow_compile.pipeline.api import restore as restore
     from chunkflow_compile.pipeline.apply import apply as apply
     from chunkflow_compile.pipeline.apply import remove as remove
     from chunkflow_compile.pipeline.explain import explain as explain
@@ -37,7 +37,7 @@ _HOMES = {
     "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
     "apply": "chunkflow_compile.pipeline.apply",
-    "compile": "chunkflow_compile.frontend.compile",
+    "compile": "chunkflow_compile.pipeline.api",
     "cycles": "chunkflow_compile.placed.offload",
     "enable_adapters": "chunkflow_compile.frontend.adapters",
     "explain": "chunkflow_compile.pipeline.explain",
@@ -47,7 +47,7 @@ _HOMES = {
     "register_collective": "chunkflow_compile.passes.graph.declared",
     "remove": "chunkflow_compile.pipeline.apply",
     "replan": "chunkflow_compile.placed.replan",
-    "restore": "chunkflow_compile.frontend.compile",
+    "restore": "chunkflow_compile.pipeline.api",
     "spans": "chunkflow_compile.pipeline.spans",
     "use_adapters": "chunkflow_compile.pipeline.adapters",
 }

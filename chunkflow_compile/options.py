@@ -56,7 +56,7 @@ _Keyword = TypedDict("_Keyword", {"yield": Yield}, total=False)
 
 
 class PipelineOptions(_Keyword, total=False):
-    """The options of the backend that ``apply`` takes, for type checkers and editors.  :class:`Options` explains each."""
+    """The options that ``compile`` takes for a pipeline, for type checkers and editors.  :class:`Options` explains each."""
 
     hardware: str | Path | None
     min_bytes: Size
@@ -75,7 +75,7 @@ class PipelineOptions(_Keyword, total=False):
 
 
 class BackendOptions(PipelineOptions, total=False):
-    """All options of the backend: with those that ``apply`` sets for each component."""
+    """All options of the backend, with those that a pipeline's budget decides for each component."""
 
     memory: Size | None
     slowdown: float | None

@@ -31,7 +31,7 @@ def main() -> None:
 
         pipe, call = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", torch_dtype=torch.bfloat16), {}
         options = {"memory": arguments.memory}
-    chunkflow_compile.apply(pipe, **options)
+    chunkflow_compile.compile(pipe, **options)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         found = pipe(**{**call, "prompt": arguments.prompt, "output_type": "pil"}, generator=generator)

@@ -1,4 +1,4 @@
-"""A transformer in int8, with a LoRA: quantise, apply, then load and switch adapters as ever.
+"""A transformer in int8, with a LoRA: quantise, compile, then load and switch adapters as ever.
 
 pip install '.[diffusers,adapters]' torchao
 python examples/quantised_lora.py --memory 8GiB --lora user/repository
@@ -38,7 +38,7 @@ def main() -> None:
     for name in ("blocks", "transformer_blocks", "single_transformer_blocks"):
         if (blocks := getattr(pipe.transformer, name, None)) is not None:
             quantize_(blocks, Int8WeightOnlyConfig())  # all linear layers of the blocks
-    chunkflow_compile.apply(pipe, **options)
+    chunkflow_compile.compile(pipe, **options)
     call["output_type"] = "np"
     plain = pipe(**call, generator=torch.Generator().manual_seed(0))[0]
     if arguments.lora:

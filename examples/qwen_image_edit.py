@@ -35,7 +35,7 @@ def main() -> None:
 
         pipe, call = QwenImageEditPipeline.from_pretrained("Qwen/Qwen-Image-Edit", torch_dtype=torch.bfloat16), {}
         options = {"memory": arguments.memory}
-    chunkflow_compile.apply(pipe, **options)
+    chunkflow_compile.compile(pipe, **options)
     call = {**call, "prompt": arguments.prompt, "output_type": "pil"}
     found = pipe(image=image, **call, generator=torch.Generator().manual_seed(0))
     found.images[0].save("edited.png")

@@ -107,7 +107,7 @@ def generate(pipe: Any, request: Request) -> list[str]:
 
 
 class Rank:
-    """A process of a replica: the pipeline, applied, and the one thread that calls it.
+    """A process of a replica: the compiled pipeline, and the one thread that calls it.
 
     ``store``: host and port at which the ranks of a Ulysses group meet; a rank alone needs none.
     """
@@ -125,7 +125,7 @@ class Rank:
         for path in arguments.warm:
             torch.compiler.load_cache_artifacts(Path(path).read_bytes())
         given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
-        chunkflow_compile.apply(self.pipe, device=self.device, memory=arguments.memory, **given)
+        chunkflow_compile.compile(self.pipe, device=self.device, memory=arguments.memory, **given)
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
         chunkflow_compile.metrics(self.pipe, registry=self.registry)
         self.thread = ThreadPoolExecutor(1)

@@ -45,7 +45,7 @@ def main() -> None:
     for transformer in (pipe.transformer, pipe.transformer_2):
         if ranks > 1:
             enable_ulysses(transformer, ranks)
-    chunkflow_compile.apply(pipe, device=device, **options)
+    chunkflow_compile.compile(pipe, device=device, **options)
     found = pipe(
         **{**call, "prompt": arguments.prompt, "output_type": "np"}, generator=torch.Generator().manual_seed(0)
     )

@@ -86,8 +86,8 @@ def _check(model: nn.Module, rank: int, slots: int) -> None:
         )
     if placements_of(model):
         raise ChunkflowError(
-            f"{kind} is placed already: call chunkflow_compile.restore(model) first, or enable_adapters before offload, "
-            "compile and apply."
+            f"{kind} is placed already: call chunkflow_compile.restore(model) first, or enable_adapters before offload "
+            "and compile."
         )
     try:
         import peft  # noqa: F401

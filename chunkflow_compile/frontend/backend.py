@@ -154,7 +154,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         guard_hooks()
     warn_if_nothing_streams(index, program)
     if index.root is not None and not program.offloaded and (placement is None or placement.owned_arena is None):
-        warn_of_small_weights(index.root, min_bytes)  # of a pipeline, apply says it
+        warn_of_small_weights(index.root, min_bytes)  # of a pipeline, compile says it
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in program.offloaded]
         if part and wanted:  # its guards then fit the other blocks too

@@ -18,7 +18,7 @@ from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
-from typing_extensions import Never, Unpack
+from typing_extensions import Unpack
 
 from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.frontend.block_kinds import (
@@ -35,7 +35,7 @@ from chunkflow_compile.frontend.block_kinds import (
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
 from chunkflow_compile.lowering.warm_up import warm_up
-from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options, refuse_positional
+from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
@@ -57,7 +57,7 @@ _RECOMPILE_LIMIT = 256
 
 def compile(
     model: nn.Module,
-    *unnamed: Never,
+    *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     share: Any = None,
@@ -67,21 +67,11 @@ def compile(
     dynamic: bool | None = None,
     **options: Unpack[BackendOptions],
 ) -> nn.Module:
-    """Place a model and compile it by kind, in place; return it.
+    """``chunkflow_compile.compile`` for a model: place it and compile it by kind, in place; return it.
 
-    Each kind of repeated block and each other part with large weights is compiled once, at the first call.  Their calls
-    run as a cycle: what the whole model would do as one program, without the time to trace every block.  A model
-    without repeated blocks is compiled whole, and so is one with ``cudagraphs=True``.  :func:`restore` undoes it.
-
-    All arguments but the model are given by name.
-    ``device``, ``dtype``, ``share``, ``host_memory``, ``peers``: see :func:`offload`; a model that is placed already stays as
-    it is.  ``mode``: as in torch.compile, such as "reduce-overhead".  ``dynamic``: as there; by default, sizes that change
-    are left open from the second compilation on.  ``options``: those of the backend.
-    Raises ChunkflowError, and leaves the model as it was, for unknown options, for an argument that is not a model, or for a
-    model that is compiled already or belongs to an applied pipeline.
+    The calls of its parts run as a cycle, as the whole model would in one program, without the time to trace every block.
     """
-    refuse_positional(compile, unnamed)
-    _check_arguments(model, dynamic, options)
+    _check_arguments(model, dynamic)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
     if placement_of(model) is not None and (named := [k for k, v in given_place.items() if v is not None]):
         raise ChunkflowError(
@@ -101,15 +91,11 @@ def compile(
     return model
 
 
-def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -> None:
-    """Raise ChunkflowError for what cannot be compiled by kind, and for arguments that are those of torch.compile."""
+def _check_arguments(model: nn.Module, dynamic: bool | None) -> None:
+    """Raise ChunkflowError for what cannot be compiled by kind."""
     root = unwrap(model)
     refuse_applied(root)
     check_dynamic(dynamic)
-    if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
-        raise ChunkflowError(
-            f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
-        )
     calls = [call for m in root.modules() if (call := m._compiled_call_impl) is not None]
     if not calls and model is root:
         return
@@ -131,6 +117,10 @@ def check_options(
     options: Mapping[str, Any], mode: str | None, caller: Callable[..., Any], refused: Collection[str] = ()
 ) -> Options:
     """The options of ``caller``, as :func:`parse_options`, before any weight moves: their files can be read, and written."""
+    if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
+        raise ChunkflowError(
+            f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
+        )
     chosen = parse_options(options, mode, caller, refused)
     chosen.settings()  # reads the plan and the timings
     if chosen.dump is not None:
@@ -213,16 +203,7 @@ class Compiled:
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Undo :func:`compile` and :func:`offload`: the ordinary eager model again, bit for bit; return ``model``.
-
-    The parameters come back to where they came from, or to ``device`` if it is given.  The model and its parts keep no call
-    that ChunkFlow compiled, nor one of ``model.compile(backend="chunkflow")``; those of other backends stay.  The object that
-    ``torch.compile(model, backend="chunkflow")`` returned is not undone: calling that object places the model again.
-    Restoring a part of a model that was placed as a whole restores the whole.  A model that is neither placed nor compiled is
-    left as it is.  Calls of other threads that are still compiling place the model again.
-    Raises ChunkflowError if the device has too little memory, or if the model is in an applied pipeline.  After the former,
-    the weights that do not fit stay offloaded and the model stays compiled.
-    """
+    """``chunkflow_compile.restore`` for a model: the ordinary eager model again, bit for bit; return ``model``."""
     with compile_lock:  # no call of another thread may place it meanwhile
         roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
         refuse_applied(model)

@@ -19,8 +19,8 @@ def use_adapters(
 ) -> Iterator[None]:
     """Let a pipeline generate with these adapters, and give it back those that it had: a context.
 
-    Threads take turns, on all pipelines of one ``apply``: those of others wait until the context ends, so each generates with
-    its own.
+    Threads take turns, on all pipelines of one budget: other threads wait until the context ends, so each generates with its
+    own adapters.
 
     ``names``: of adapters that are loaded, as for ``set_adapters``; None for the model alone.  ``weights``: of each, 1 by
     default.

@@ -1,4 +1,4 @@
-"""``apply``: a whole diffusers pipeline within one budget of device memory; ``remove`` undoes it."""
+"""A whole diffusers pipeline within one budget of device memory: what ``compile`` and ``restore`` do to one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from chunkflow_compile.pipeline.components import (
     check_component,
     check_dtypes,
     check_floor,
+    check_pipeline,
     components_of,
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
@@ -63,8 +64,18 @@ _PLANNED = {"arena", "slowdown", "plan", "policy"}
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 
+class _Pipeline(Protocol):
+    """A pipeline of diffusers, for type checkers."""
+
+    @property
+    def components(self) -> Mapping[str, Any]: ...
+
+
+PipelineT = TypeVar("PipelineT", bound=_Pipeline)
+
+
 def apply(
-    pipe: Any,
+    pipe: PipelineT,
     *unnamed: Never,
     device: torch.device | str | None = None,
     memory: Size | None = None,
@@ -76,40 +87,21 @@ def apply(
     dynamic: bool | None = None,
     adapters: int | Mapping[str, Any] | None = None,
     **options: Unpack[PipelineOptions],
-) -> Any:
-    """Place and compile the components of a diffusers pipeline, within one budget; return the pipeline.
-
-    The weights of all components stream from host memory.  Transformers, encoders and ControlNets are compiled by kind,
-    as :func:`compile` does, and a VAE's decoder; they run one after another, and give way to each other on the device.
-    ``pipe(...)`` may be called by several threads: one generation runs at a time.  The first one compiles, and shows its
-    progress on a terminal.  A line for each component is logged at INFO, and again after the first generation, with the times
-    of its calls; :func:`explain` has the rest.
-
-    All arguments but the pipeline are given by name.
-    ``device``: by default the GPU that torch uses, or else the CPU.
-    ``memory``: most bytes that the process may take on the device, activations included, as bytes or "12GiB"; by default
-    what is free now.  On a CPU activations are not counted.  What the activations need is measured in the first call of
-    each component, and the weights get the rest: the plan of a component is made again after that.
-    ``dtype``: to cast to; or, as ``torch_dtype`` of ``from_pretrained``, by component, {"default": ...} for the others.
-    ``share``, ``host_memory``, ``peers``: see :func:`offload`; ``host_memory`` is for all components together.
-    ``mode``, ``dynamic``, ``options``: see :func:`compile`.
-    ``adapters``: lets the denoisers change LoRA adapters without being compiled or planned again: the largest rank, or the
-    arguments of :func:`enable_adapters` by name.
-    Components that another pipeline was given already are shared with it, with its budget.
-    A component with GGUF weights runs eagerly, because torch.compile fails on them, and a warning names it.
-    Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
-    group offload, on another device, without values or compiled already, if ``memory`` cannot hold one weight of it, or if
-    ``dtype`` names none of them, or would cast what is beside weights of bitsandbytes, quanto or GGUF.
-    """
+) -> PipelineT:
+    """An alias of :func:`compile` for pipelines: ``compile(pipe, ...)`` calls it with the same arguments."""
     refuse_positional(apply, unnamed)
+    check_pipeline(pipe, "apply", "compile")
     if mine := sorted(_PLANNED & options.keys()):
-        raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
+        raise ChunkflowError(
+            f"{mine[0]} applies to models; this is a pipeline, whose budget plans each component: leave out {mine[0]}, and "
+            "set memory."
+        )
     given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic}
     given["peers"] = peers or None
     given |= {"adapters": None if adapters is None else _sizes(adapters), **options}
     given = {name: value for name, value in given.items() if value is not None}
     while (budget := _apply(pipe, device, memory, given)) is None:
-        pass  # another thread applies a pipeline of the same components, and this one has waited for it
+        pass  # another thread compiles a pipeline of the same components, and this one has waited for it
     budget.log()
     return pipe
 
@@ -122,7 +114,7 @@ def _apply(
     budgets, own = _budgets((pipe, *models.values())), None
     if len(budgets) > 1:
         raise ChunkflowError(
-            "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
+            "Components of this pipeline belong to several budgets: call restore(pipe) for the others first."
         )
     if budgets:
         budget = budgets[0]
@@ -132,7 +124,7 @@ def _apply(
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            failed = budget is not own and not budget.phases and not budget.pipelines  # the apply whose budget it is
+            failed = budget is not own and not budget.phases and not budget.pipelines  # the call whose budget it is
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
             _extend(pipe, models, budget, device, memory, given)
@@ -163,7 +155,7 @@ def _extend(
     mine = {id(model) for model in models.values()}  # of a pipeline that replaces one that is gone
     dropped = [phase for phase in unused(budget) if id(phase.root) not in mine]
     if pipe in budget.pipelines and not fresh and not dropped:
-        raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
+        raise ChunkflowError("This pipeline is compiled already: call chunkflow_compile.restore(pipe) first.")
     other_memory = memory is not None and parse_bytes(memory, "memory") != budget.total
     if budget.phases and (other_memory or (device is not None and _default_device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
@@ -285,23 +277,10 @@ def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any,
     return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).text
 
 
-def remove(pipe: Any) -> Any:
-    """Undo :func:`apply`: ordinary components again, bit for bit, where they were before; return the pipeline.
-
-    Waits for a generation under way.  Of a pipeline that was not applied, the components of one that is gone are undone.
-    Components that another pipeline shares stay as they are until that is removed too.  Those of a deep copy come to the
-    device that they ran on; the pipeline that it was made of stays applied.
-    Raises ChunkflowError if a component finds no room where it was, and the pipeline stays applied then; or for a model.
-    """
-    if isinstance(pipe, nn.Module):
-        raise ChunkflowError(
-            f"remove takes a diffusers pipeline, not {type(pipe).__name__}: for one model, call "
-            "chunkflow_compile.restore(model)."
-        )
-    components = getattr(pipe, "components", None)
-    if not isinstance(components, Mapping):
-        raise ChunkflowError(f"remove takes a diffusers pipeline, not {type(pipe).__name__}.")
-    for budget in _budgets([pipe]) or _budgets(components.values()):  # those of a pipeline that is gone
+def remove(pipe: PipelineT) -> PipelineT:
+    """An alias of :func:`restore` for pipelines: ``restore(pipe)`` calls it."""
+    check_pipeline(pipe, "remove", "restore")
+    for budget in _budgets([pipe]) or _budgets(pipe.components.values()):  # those of a pipeline that is gone
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
@@ -356,9 +335,9 @@ def _compile_phase(
 
 
 def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
-    """What a component belongs to, None once no pipeline is applied."""
+    """What a component belongs to, None once no pipeline is compiled."""
     budget = ref()
-    return f"pipe.{name} of an applied pipeline" if budget is not None and budget.pipelines else None
+    return f"pipe.{name} of a compiled pipeline" if budget is not None and budget.pipelines else None
 
 
 def _default_device(device: torch.device | str | None) -> torch.device:

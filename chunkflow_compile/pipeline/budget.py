@@ -54,11 +54,13 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # applied -> the components at that time
-        self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
-        self.generated = False  # whether a generation has ended since apply
+        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # compiled -> the components at that time
+        self.arguments: dict[str, Any] = {}  # of the first compile(pipe), for components that come later
+        self.generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
-        self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
+        self.most: int | None = (
+            None  # bytes that the device held in a call since compile(pipe), if anything counts them
+        )
         self._warned = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
@@ -150,7 +152,7 @@ class Budget:
             return contextlib.nullcontext()
         if not self._warned:
             self._warned = True
-            _log.warning("%s runs without gradients, as all components of an applied pipeline do", phase.name)
+            _log.warning("%s runs without gradients, as all components of a compiled pipeline do", phase.name)
         return torch.no_grad()
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
@@ -275,7 +277,8 @@ class Budget:
         tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
         return ChunkflowError(
             f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {size(self.total)} with its weights "
-            f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes{tiling}"
+            f"streamed: {str(error).splitlines()[0]} Call restore(pipe), then compile with more "
+            f"memory, or call the pipeline with smaller sizes{tiling}"
         )
 
     def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
@@ -328,7 +331,7 @@ class Budget:
             raise ChunkflowError(
                 f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
                 f"{size(phase.activations - phase.kept)} beside its weights, activations mostly, so {size(max(0, goal))} are "
-                f"left for the weights{needs}. Call remove(pipe), then apply with at least "
+                f"left for the weights{needs}. Call restore(pipe), then compile with at least "
                 f"memory={enough(budget_for(least + phase.activations - phase.kept))!r}, or the pipeline with smaller sizes."
             ) from error
         phase.goal = goal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from chunkflow_compile.pipeline.budget import Budget
 from chunkflow_compile.pipeline.phase import Phase, kept_by
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import cast_to
-from chunkflow_compile.placed.placement import placement_of, placements_around
+from chunkflow_compile.placed.placement import instead_of_model, is_pipeline, placement_of, placements_around
 from chunkflow_compile.placed.streamable import BITSANDBYTES_INT8, PLAIN, class_of, why_not
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -31,27 +30,23 @@ _FIXED_DTYPES = ("bitsandbytes.", "optimum.quanto.", "diffusers.quantizers.gguf.
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
     """The components with weights, by name, each once."""
-    components = getattr(pipe, "components", None)
-    if isinstance(pipe, nn.Module) or not isinstance(components, Mapping):
-        raise ChunkflowError(f"apply takes a diffusers pipeline, not {_instead_of_pipeline(pipe)}.")
     names: dict[nn.Module, str] = {}
-    for name, model in components.items():
+    for name, model in pipe.components.items():
         if isinstance(model, nn.Module) and any(True for _ in leaves_of(model)):
             names.setdefault(model, name)
     return {name: model for model, name in names.items()}
 
 
-def _instead_of_pipeline(given: Any) -> str:
-    """What was given instead of a pipeline, and what to do about it."""
-    if isinstance(given, nn.Module):
-        return f"{type(given).__name__}: one model is for chunkflow_compile.compile(model)"
-    if isinstance(given, str | Path):
-        return f"its name: load it first, pipe = DiffusionPipeline.from_pretrained({str(given)!r})"
-    if isinstance(given, type):
-        return f"the class {given.__name__}: load one first, pipe = {given.__name__}.from_pretrained(...)"
-    if isinstance(given, Mapping):
-        return f"{type(given).__name__}: pass the pipeline itself, not its components"
-    return type(given).__name__
+def check_pipeline(pipe: Any, alias: str, verb: str) -> None:
+    """Raise ChunkflowError for what is not a pipeline.  ``alias``: the function that takes pipelines only; ``verb``: the one
+    that takes models, too."""
+    if isinstance(pipe, nn.Module):
+        raise ChunkflowError(
+            f"{alias} takes a diffusers pipeline, not {type(pipe).__name__}: for a model, call "
+            f"chunkflow_compile.{verb}(model)."
+        )
+    if not is_pipeline(pipe):
+        raise ChunkflowError(instead_of_model(pipe, or_pipeline=True))
 
 
 def check_component(name: str, model: nn.Module, device: torch.device) -> None:
@@ -60,9 +55,9 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
     calls = [call for m in model.modules() if (call := m._compiled_call_impl) is not None]
     wrapped = _has_compiled_method(model) or any(isinstance(m, OptimizedModule) for m in model.modules())
     if calls or wrapped:
-        fix = "pass a pipeline whose components are not compiled, since apply compiles them."
+        fix = "pass a pipeline whose components are not compiled, since compile(pipe) compiles them."
         if not wrapped and all(map(is_ours, calls)):
-            fix = f"call chunkflow_compile.restore(pipe.{name}) first, since apply compiles it itself."
+            fix = f"call chunkflow_compile.restore(pipe.{name}) first, since compile(pipe) compiles it itself."
         raise ChunkflowError(f"{what} is compiled already: {fix}")
     if placement_of(model) is not None or placements_around(leaves_of(model)):
         raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
@@ -116,15 +111,15 @@ def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
 def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
     """Raise ChunkflowError if something else moves the weights of a placed component, or has moved or compiled it."""
     model = phase.root
-    what, then = f"pipe.{name} ({type(model).__name__})", "call chunkflow_compile.remove(pipe) first, or undo that."
+    what, then = f"pipe.{name} ({type(model).__name__})", "call chunkflow_compile.restore(pipe) first, or undo that."
     if (hook := _moving_hook(model)) is not None:
-        raise ChunkflowError(f"{what} is under {hook} since apply, and both would move its weights: {then}")
+        raise ChunkflowError(f"{what} came under {hook} after compile(pipe), and both would move its weights: {then}")
     if not phase.begins or _has_compiled_method(model):
-        raise ChunkflowError(f"{what} was compiled after apply, which compiles it: {then}")
+        raise ChunkflowError(f"{what} was compiled after compile(pipe), which compiles it: {then}")
     for leaf in leaves_of(model):
         # what came later and is no part of a program yet may be on the CPU
         if leaf.device != device and (isinstance(leaf, HostWeight) or leaf.device.type != "cpu"):
-            raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after apply: {then}")
+            raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after compile(pipe): {then}")
 
 
 def _has_compiled_method(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from chunkflow_compile.runtime.order import Solo
 
 
 def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | PipelineFigures:
-    """Explain how the newest program on a compiled or placed model runs, or an applied pipeline; print the result.
+    """Explain how the newest program on a compiled or placed model runs, or a compiled pipeline; print the result.
 
     It is five lines: the time of a step, the stalls in it, device memory, host memory, and what to change to make it faster.
     ``details`` adds the rest.  Of a model: prediction and measurement, the worst stalls and why, the windows, and where the
@@ -43,7 +43,8 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         return replace(budget.figures(), details=details)
     if not isinstance(compiled, nn.Module):
         raise ChunkflowError(
-            f"This {type(compiled).__name__} is not applied: call chunkflow_compile.apply(pipe) first."
+            f"This {type(compiled).__name__} is neither a model nor a compiled pipeline: call "
+            "chunkflow_compile.compile(pipe) first."
         )
     ran = [p for p in programs(compiled) if p.measurements]
     if not ran:

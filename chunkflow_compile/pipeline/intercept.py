@@ -1,4 +1,4 @@
-"""The calls of applied pipelines: one generation at a time, on the components that were applied and are still used."""
+"""The calls of compiled pipelines: one generation at a time, on the components that were compiled and are still used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_turns(cls: type) -> type:
                     budget.generated = True
                     budget.log()
                 return result
-        return __call__(self, *args, **kwargs)  # it was applied anew by another thread, which this one waited for
+        return __call__(self, *args, **kwargs)  # it was compiled anew by another thread, which this one waited for
 
     body = {
         "__call__": __call__,
@@ -100,7 +100,7 @@ def without_turns(cls: type) -> type:
 
 
 def unused(budget: Budget) -> list[Phase]:
-    """The phases of components that no applied pipeline has any more."""
+    """The phases of components that no compiled pipeline has any more."""
     used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
     return [phase for phase in budget.phases if id(phase.root) not in used]
 
@@ -132,13 +132,13 @@ def _left(pipe: Any, budget: Budget) -> bool:
 
 
 def _check_components(pipe: Any, budget: Budget) -> None:
-    """Raise ChunkflowError if a component is another one than at apply, or somewhere else."""
+    """Raise ChunkflowError if a component has been replaced or moved since compile."""
     names = budget.pipelines.get(pipe, frozenset())
     for name, model in components_of(pipe).items():
         phase = budget.phase_of(model)
         if phase is None:
             raise ChunkflowError(
-                f"pipe.{name} was {'replaced' if name in names else 'added'} after apply: call chunkflow_compile.apply(pipe) "
-                "again, which places it too."
+                f"pipe.{name} was {'replaced' if name in names else 'added'} after compile(pipe): call "
+                "chunkflow_compile.compile(pipe) again, which places it too."
             )
         check_unmoved(name, phase, budget.device)

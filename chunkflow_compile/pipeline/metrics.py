@@ -18,7 +18,7 @@ from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import components_of
-from chunkflow_compile.placed.placement import Placement, placement_of, unwrap
+from chunkflow_compile.placed.placement import Placement, instead_of_model, is_pipeline, placement_of, unwrap
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.locks import ProcessLock
@@ -151,7 +151,7 @@ class Metrics:
 
 
 def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
-    """Register a collector of Prometheus for applied pipelines and placed models; return it.
+    """Register a collector of Prometheus for compiled pipelines and placed models; return it.
 
     ``registry``: of prometheus_client, by default its own, which ``start_http_server`` serves.  A model has its component's
     name or its class as label, with a number if that is taken.  Raises ChunkflowError without prometheus_client.
@@ -185,8 +185,8 @@ def models_of(owner: Any) -> Mapping[str, nn.Module]:
     """Name -> model, of a pipeline or a model.  Raises ChunkflowError for what is neither."""
     if isinstance(owner, nn.Module):
         return {type(unwrap(owner)).__name__: unwrap(owner)}
-    if not isinstance(getattr(owner, "components", None), Mapping):
-        raise ChunkflowError(f"This {type(owner).__name__} is neither a model nor a diffusers pipeline.")
+    if not is_pipeline(owner):
+        raise ChunkflowError(instead_of_model(owner, or_pipeline=True))
     return {name: unwrap(model) for name, model in components_of(owner).items()}
 
 

@@ -53,7 +53,7 @@ class Phase:
         self.most: int | None = None
         self.calls = 0
         self.retries = 0
-        self.enabled = False  # whether ``apply`` has enabled its adapters
+        self.enabled = False  # whether ``compile`` has enabled its adapters
         self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
@@ -228,7 +228,7 @@ class Entry:
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise ChunkflowError(
-            f"{self._phase.name} belongs to a pipeline that was applied, and cannot be pickled: call remove(pipe) first, or "
+            f"{self._phase.name} belongs to a compiled pipeline, and cannot be pickled: call restore(pipe) first, or "
             "save it with save_pretrained."
         )
 

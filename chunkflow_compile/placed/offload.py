@@ -259,11 +259,11 @@ def why_nothing_streams(model: nn.Module, min_bytes: int | None = None) -> str:
 
 
 def refuse_applied(model: nn.Module) -> None:
-    """Raise ChunkflowError for a model that belongs to an applied pipeline."""
+    """Raise ChunkflowError for a model that belongs to a compiled pipeline."""
     for owner in filter(None, (placement.owner() for placement in placements_of(model))):
         raise ChunkflowError(
             f"This model is {owner}, which has compiled it and placed it within its budget: call "
-            "chunkflow_compile.remove(pipe) first."
+            "chunkflow_compile.restore(pipe) first."
         )
 
 

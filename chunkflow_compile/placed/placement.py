@@ -302,29 +302,42 @@ def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError for what is no model."""
+    """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError for what is not a model."""
     if not isinstance(model, nn.Module):
-        raise ChunkflowError(_no_model(model))
+        raise ChunkflowError(instead_of_model(model))
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
-def _no_model(given: Any) -> str:
-    """Why an argument is no model, and what to pass instead."""
+def is_pipeline(given: Any) -> bool:
+    """Whether an argument is a pipeline of diffusers, or any other object with ``components``, that is not a model."""
+    return not isinstance(given, nn.Module) and isinstance(getattr(given, "components", None), Mapping)
+
+
+def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
+    """Why an argument is not a model, and what to pass instead.  ``or_pipeline``: whether a pipeline is accepted, too."""
+    wanted, loader = (
+        ("a model or a pipeline", "DiffusionPipeline") if or_pipeline else ("a model", "FluxTransformer2DModel")
+    )
     if isinstance(given, type):
         name = given.__name__
-        return f"{name} is a class, not a model: pass an instance, as {name}.from_pretrained(...) returns."
+        return f"{name} is a class, not {wanted}: pass an instance, as {name}.from_pretrained(...) returns."
     if isinstance(given, str | Path):
-        return (
-            f"{str(given)!r} is a name, not a model: load it first, such as with "
-            f"FluxTransformer2DModel.from_pretrained({str(given)!r})."
+        load = f"{loader}.from_pretrained({str(given)!r})"
+        return f"{str(given)!r} is a name, not {wanted}: load it first, such as with {load}."
+    this = f"This {type(given).__name__}"
+    if or_pipeline:
+        fix = (
+            "the pipeline itself, not its components"
+            if isinstance(given, Mapping)
+            else "a torch.nn.Module or a pipeline"
         )
-    said = f"This {type(given).__name__} is no model"
-    if isinstance(getattr(given, "components", None), Mapping):
+        return f"{this} is neither a model nor a diffusers pipeline: pass {fix}."
+    if is_pipeline(given):
         return (
-            f"{said}, but a pipeline: call chunkflow_compile.apply(pipe), and remove(pipe) to undo it, or pass one component "
-            "such as pipe.transformer."
+            f"{this} is a pipeline, not a model: pass one component, such as pipe.transformer. For the whole pipeline, call "
+            "chunkflow_compile.compile(pipe)."
         )
-    return f"{said}: pass a torch.nn.Module."
+    return f"{this} is not a model: pass a torch.nn.Module."
 
 
 def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:

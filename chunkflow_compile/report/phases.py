@@ -116,10 +116,10 @@ class PipelineFigures:
                 "The first call of each component compiles and measures it; its plan is made for the rest of the budget."
             )
         if far := dict.fromkeys(p.hardware for p in phases if is_far(p.shown_s, p.measured_s)):
-            fix = profile_does_not_fit(", ".join(map(repr, far)), "apply")
+            fix = profile_does_not_fit(", ".join(map(repr, far)), "compile")
             lines.append(prose(f"Some calls take far from what was predicted: {fix}."))
         unknown = dict.fromkeys(p.hardware for p in phases if p.hardware is not None and not p.profiled)
-        lines += [prose(without_profile(hardware, "apply")) for hardware in unknown]
+        lines += [prose(without_profile(hardware, "compile")) for hardware in unknown]
         for p in (p for p in phases if p.retries):
             times = "once" if p.retries == 1 else f"{p.retries} times"
             lines.append(f"{p.name} ran out of memory {times}; weights gave way.")

@@ -45,7 +45,7 @@ from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.leaves import leaves, tensors_of
 from chunkflow_compile.weights.locks import ProcessLock
 
-# Attribute of an applied pipeline: its Admitter.
+# Attribute of a compiled pipeline: its Admitter.
 _ADMITTER = "_chunkflow_admitter"
 # Families whose latents are packed: an element of four.
 _PACKED = ("flux", "qwen-image")
@@ -69,7 +69,7 @@ class Admission:
     ``step_s``: predicted seconds of a denoising step, both branches of guidance; ``total_s``: of all steps, and of the newest
     call of every other component as far as it was measured.  ``device_bytes``: most bytes on the device, of which
     ``activation_bytes`` are the transformer's activations (an estimate of eager ops; 0 on a CPU, which counts none).
-    ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``apply``.  ``reason``:
+    ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``compile``.  ``reason``:
     why it does not fit, empty if it does.
     """
 
@@ -98,7 +98,7 @@ class Admission:
 
 
 def admit(pipe: Any, **sizes: Any) -> Admission:
-    """How long a request takes on an applied pipeline, and whether it fits the budget, before it runs.
+    """How long a request takes on a compiled pipeline, and whether it fits the budget, before it runs.
 
     ``sizes``: arguments of the pipeline's call that sizes and the number of forwards depend on, such as ``height``,
     ``width``, ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` where the pipeline has
@@ -106,12 +106,14 @@ def admit(pipe: Any, **sizes: Any) -> Admission:
     in a process of its own, which takes seconds to a minute; later ones take milliseconds.  It may be called while a request
     runs, and waits for none.
 
-    Raises ChunkflowError for a pipeline that is not applied or whose transformer it does not know, for an unknown argument,
+    Raises ChunkflowError for a pipeline that is not compiled or whose transformer it does not know, for an unknown argument,
     and for a size that the model cannot take.
     """
     budget = budget_of(pipe)
     if budget is None or isinstance(pipe, nn.Module):
-        raise ChunkflowError(f"This {type(pipe).__name__} is not applied: call chunkflow_compile.apply(pipe) first.")
+        raise ChunkflowError(
+            f"This {type(pipe).__name__} is not a compiled pipeline: call chunkflow_compile.compile(pipe) first."
+        )
     admitter: Admitter | None = pipe.__dict__.get(_ADMITTER)
     if admitter is None or admitter.budget != budget.total:
         admitter = pipe.__dict__[_ADMITTER] = Admitter.of(pipe)
@@ -126,7 +128,7 @@ class Admitter:
     ``defaults``: of the arguments of the call.  ``family``, ``config``, ``dtype``, ``ulysses``: of the transformer.
     ``nbytes``: of its weights by name, which may be quantised.  ``timestep``: whether the pipeline passes one per sample
     or one per token.  ``spatial``, ``temporal``: pixels and frames of an element of the latent.  ``unit``: pixels that edges
-    are multiples of; ``edge``: the default one.  ``chosen``: the options of apply.  ``budget``, ``usable``: bytes on the
+    are multiples of; ``edge``: the default one.  ``chosen``: the options of compile.  ``budget``, ``usable``: bytes on the
     device, and those of them that plans may count on.  ``counted``: whether activations are.  ``forecasts``: by text and
     batch.
     """
@@ -154,9 +156,9 @@ class Admitter:
 
     @staticmethod
     def of(pipe: Any) -> Admitter:
-        """That of an applied pipeline.  Raises ChunkflowError as :func:`admit`."""
+        """That of a compiled pipeline.  Raises ChunkflowError as :func:`admit`."""
         budget, model = budget_of(pipe), getattr(pipe, "transformer", None)
-        assert budget is not None, "it is applied"
+        assert budget is not None, "it is compiled"
         if not isinstance(model, nn.Module):
             raise ChunkflowError(f"{type(pipe).__name__} has no transformer: admit plans for pipelines that have one.")
         family, config = _family(model), dict(model.config)  # type: ignore[arg-type]
@@ -219,7 +221,7 @@ class Admitter:
         if room < least:
             reason = (
                 f"the activations of its transformer take {size(activations)}, which leaves {size(max(0, room))} of the "
-                f"budget for weights, and they need {size(least)}: give apply at least "
+                f"budget for weights, and they need {size(least)}: give compile at least "
                 f"memory={enough(budget_for(least + activations))!r}, or ask for smaller sizes."
             )
         plan = forecast.plan(max(goal, least))
