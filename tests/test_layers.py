@@ -1,4 +1,4 @@
-"""Imports keep to the order of rooms that docs/architecture.md states, and no module is in a cycle."""
+"""Imports keep to the order of packages that docs/architecture.md states, and no module is in a cycle."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from conftest import HERE
 
 ROOT = HERE.parent
 PACKAGE = ROOT / "chunkflow_compile"
-ROOMS = re.search(r"```rooms\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)[1].split("\n")
-LEVEL = {room: i for i, line in enumerate(ROOMS) for room in line.split()}
+PACKAGES = re.search(r"```packages\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)[1].split("\n")
+LEVEL = {package: i for i, line in enumerate(PACKAGES) for package in line.split()}
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name below the package -> file; a room's ``__init__`` goes by the name of the room."""
+    """Dotted name below ``chunkflow_compile`` -> file; a package's ``__init__`` goes by the name of the package."""
     found = {}
     for path in (p for top in (PACKAGE, ROOT / "passes") for p in top.rglob("*.py")):
         inside = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
@@ -57,18 +57,22 @@ def edges() -> list[tuple[str, str]]:
     return found
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "passes" else 1])
 
 
-def test_every_module_belongs_to_a_room_that_is_stated() -> None:
-    assert {room(m) for m in modules()} == LEVEL.keys()
+def test_every_module_belongs_to_a_package_that_is_stated() -> None:
+    assert {package_of(m) for m in modules()} == LEVEL.keys()
 
 
 def test_imports_keep_to_the_stated_directions() -> None:
     assert len(edges()) > 300, "imports are found"
-    wrong = [f"{a} imports {b}" for a, b in edges() if room(a) != room(b) and LEVEL[room(a)] <= LEVEL[room(b)]]
+    wrong = [
+        f"{a} imports {b}"
+        for a, b in edges()
+        if package_of(a) != package_of(b) and LEVEL[package_of(a)] <= LEVEL[package_of(b)]
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -76,7 +80,7 @@ def test_no_module_is_in_a_cycle() -> None:
     assert list(nx.simple_cycles(nx.DiGraph(edges()))) == []
 
 
-def test_every_room_says_what_it_is_in_at_most_six_lines() -> None:
+def test_every_package_says_what_it_is_in_at_most_six_lines() -> None:
     """What comes in, what goes out, in which order to read it."""
     for name, path in modules().items():
         if path.name == "__init__.py":
