@@ -152,9 +152,7 @@ def page(rows: Sequence[Row]) -> str:
     cells = Cells(rows)
     drawn = table(sorted(some), cells)
     reasons = "\n".join(f"{number}. {said}" for number, said in enumerate(cells.reasons, 1))
-    said = (
-        f"Not tested, because no configuration runs in eager mode here: {', '.join(others)}.\n" if others else ""
-    )
+    said = f"Not tested, because no configuration runs in eager mode here: {', '.join(others)}.\n" if others else ""
     return PAGE.format(release=release, table=drawn, reasons=reasons, others=said)
 
 
