@@ -1,8 +1,8 @@
-"""The page of models, from the trials in models.jsonl: what each transformer class of diffusers does with ChunkFlow.
+"""Writes the page of tested models from the trials in models.jsonl: how each transformer class in diffusers runs.
 
     python docs/benchmarks/models.py [--trials docs/models.jsonl] [--page docs/models.md]
 
-tests/diffusers_classes.py writes the trials; the columns of servers are what tests of their plug-ins run, see SERVERS.
+tests/diffusers_classes.py writes the trials; the columns of the servers list the tests of their plug-ins, see SERVERS.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 DOCS = Path(__file__).parent.parent
 Row = Mapping[str, Any]
 
-# Column -> the ways of trying in it, and what marks each if it is equal.
+# Column -> the ways to compile that it covers, and the mark of each if the outputs are equal.
 COLUMNS: Mapping[str, Mapping[str, str]] = {
     "whole": {"whole": "="},
-    "by kind": {"kind": "="},
+    "block types": {"kind": "="},
     "Ulysses": {"ulysses": "="},
     "slots": {"slots": "="},
     "packed": {"packed": "="},
-    "quantised": {"torchao": "t", "quanto": "q", "nf4": "n"},
+    "quantized": {"torchao": "t", "quanto": "q", "nf4": "n"},
 }
-# Plug-in -> class -> mark -> the test that runs it, in tests/servers.  The classes are the server's own.
+# Plug-in -> class -> mark -> the test in tests/servers that runs it.  The classes are the server's own.
 SERVERS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "sglang": {
         name: {"=": "test_a_transformer_streams_within_memory", "U": "test_two_ranks_stream_with_ulysses"}
@@ -55,61 +55,69 @@ NOT_TRIED = ("not tried", "not with eager")
 PAGE = """\
 # Models
 
-Each transformer class of {release}, with the tiny random models of diffusers' own tests, on a CPU: three calls must equal
-eager ones bit for bit, and weights must have streamed. Regions are not compiled (`lowering="eager"`), because compiled ones
-round differently; `tests/models/test_models.py` runs four families through Inductor, within 2e-5 of eager. No full-size
-model and no GPU is in this table. `make models` tries again and writes this page.
+This table shows which transformer classes from {release} have been tested with ChunkFlow. Each trial runs the tiny random
+model from diffusers' own tests on a CPU. Three calls must equal eager mode bit for bit, and weights must have been
+streamed. [Regions](glossary.md#region) are not compiled (`lowering="eager"`), because compiled code rounds differently.
+`tests/models/test_models.py` compiles four model families with Inductor and compares them with eager mode, within 2e-5. The
+table includes no full-size model and no GPU. `make models` repeats the trials and writes this page.
 
-* *whole*: one graph. *by kind*: `chunkflow_compile.compile`, with two blocks or more. *Ulysses*: one graph on two ranks. Also
-  by kind: *slots*, two LoRA adapters in turn without another compilation, within 1e-5; *packed*, in bfloat16; *quantised*,
-  blocks by torchao (t) and quanto (q), both int8, and bitsandbytes nf4 (n).
-* *SGLang*, *vLLM-Omni*: the server's own class of this name, in the tests of the plug-in; U: also on two ranks of Ulysses; L:
-  also with an adapter of the server.
-* `=` is equal, a number is why not, and an empty cell is not tried.
+* *whole*: compiled as one graph.
+* [*block types*](glossary.md#block-type): each compiled once (`chunkflow_compile.compile`), with at least two blocks. The
+  three columns after Ulysses are tested in this way, too.
+* *Ulysses*: one graph on two ranks.
+* [*slots*](glossary.md#slot): two LoRA adapters one after the other without recompilation, within 1e-5.
+* *packed*: bfloat16 weights compressed without loss.
+* *quantized*: blocks quantized by torchao (t) and quanto (q), both to int8, and by bitsandbytes to nf4 (n).
+* *SGLang*, *vLLM-Omni*: the server's own class with this name, in the tests of the plug-in. U: also on two Ulysses ranks.
+  L: also with an adapter that the server loads.
+
+`=` means equal. A number refers to the reason for a failure below the table. An empty cell has not been tested.
 
 {table}
 
 {reasons}
 
 {others}
-An earlier run, without a table, tried 70 configurations of these classes: 64 ran eagerly, and all of these with ChunkFlow
-without `fullgraph`, bit-equal.
+An earlier run, whose table was not kept, tested 70 configurations of these classes. 64 of them ran in eager mode, and all 64
+gave equal outputs, bit for bit, with ChunkFlow without `fullgraph`.
 
 ## Whole pipelines
 
-Tried with tiny random models and equal to the plain pipeline: Wan 2.1, Wan 2.2 with two experts, Wan image-to-video, FLUX.1,
-FLUX.2, Qwen-Image and its edit form, HunyuanVideo, LTX, Z-Image, SD3 and SD3.5, each with every component streamed, with
-classifier-free guidance, callbacks, several sizes and prompts; bit-equal with eager lowering, and within 5e-6 with
-Inductor, at one size. Also: LoRA loaded before and after compilation, scaled, fused, unloaded; ControlNet, IP-adapter,
-attention backends, step caches; float16, autocast, inference mode; saving and loading.
+These pipelines have been tested with tiny random models, and their outputs equal those without ChunkFlow: Wan 2.1, Wan 2.2
+with two experts, Wan image-to-video, FLUX.1, FLUX.2, Qwen-Image and Qwen-Image-Edit, HunyuanVideo, LTX, Z-Image, SD3 and
+SD3.5. Every component was streamed, with classifier-free guidance, callbacks, several sizes and several prompts. Outputs
+are bit-equal with eager lowering, and equal within 5e-6 with Inductor, which was tested at one size.
+
+The tests also cover LoRA adapters that are loaded before and after compilation, scaled, fused and unloaded; ControlNet,
+IP-Adapter, attention backends and step caches; float16, autocast and inference mode; saving and loading.
 """
 
 
 def reason(row: Row) -> str:
-    """Why a class does not run, without its name."""
+    """Why a class does not run, as a clause that does not repeat the name of the class."""
     if row["result"] == "not with eager":
-        return "diffusers' own model fails so, without ChunkFlow"
+        return "diffusers' own model fails in the same way without ChunkFlow"
     said = " ".join(str(row.get("why", row["result"])).replace(class_of(row), "model").split())
     if row["result"] == "not with aot_eager":
-        return f"`torch.compile` fails so with its backend `aot_eager`, too ({said.partition(':')[0]})"
+        return f"`torch.compile` fails in the same way with its backend `aot_eager` ({said.partition(':')[0]})"
     return said.partition(". ")[0].rstrip(".")
 
 
 def class_of(row: Row) -> str:
-    """A further configuration of a class has a name after that of the class."""
+    """The class of a row, whose name may be followed by the name of a configuration."""
     name: str = row["class"].split()[0]
     return name
 
 
 class Cells:
-    """The cells of the table, and the reasons that they refer to, in the order in which they come up."""
+    """The cells of the table, and the reasons that they refer to, in order of first use."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
         self.reasons: list[str] = []
 
     def of_trials(self, name: str, ways: Mapping[str, str]) -> str:
-        """Of one class, all of its configurations: the marks of the ways that are equal, else why not."""
+        """The cell of a class, over all its configurations: a mark for each way that is equal, and numbers of reasons."""
         marks, why = "", ""
         for way, mark in ways.items():
             found = [r for r in self._rows if class_of(r) == name and r["way"] == way and r["result"] != "not tried"]
@@ -126,7 +134,7 @@ class Cells:
 
 
 def table(names: Sequence[str], cells: Cells) -> str:
-    """Without spaces, so that a row is short."""
+    """The table as Markdown, without spaces, so that its rows are short."""
     heads = ["class", *COLUMNS, "SGLang", "vLLM-Omni"]
     lines = [heads, ["-"] * len(heads)]
     for name in names:
@@ -136,7 +144,7 @@ def table(names: Sequence[str], cells: Cells) -> str:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page of these trials."""
+    """The page for these trials."""
     release = next((row["result"] for row in rows if row["way"] == "release"), "diffusers")
     tried = [row for row in rows if row["way"] not in ("all", "release") and row["result"] not in NOT_TRIED]
     some = {class_of(row) for row in tried}
@@ -144,9 +152,7 @@ def page(rows: Sequence[Row]) -> str:
     cells = Cells(rows)
     drawn = table(sorted(some), cells)
     reasons = "\n".join(f"{number}. {said}" for number, said in enumerate(cells.reasons, 1))
-    said = (
-        f"In no way tried, for want of a configuration that runs eagerly here: {', '.join(others)}.\n" if others else ""
-    )
+    said = f"Not tested, because no configuration runs in eager mode here: {', '.join(others)}.\n" if others else ""
     return PAGE.format(release=release, table=drawn, reasons=reasons, others=said)
 
 
