@@ -154,16 +154,15 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda model: restore(model, 5.5), r"device=5.5 is no device of torch"),
     (lambda _: Arena("gpu"), r"device='gpu' is no device of torch"),
     (lambda _: Arena(None), r"device=None is no device of torch"),
-    (lambda _: remove("x"), r"remove takes a diffusers pipeline, not str"),
+    (lambda _: remove("x"), r"'x' is a name, not a model or a pipeline: load it first"),
     (lambda _: enable_adapters("x"), r"enable_adapters takes a model or a pipeline with a transformer, not str"),
-    (lambda _: explain("x"), r"This str is not applied: call chunkflow_compile.apply\(pipe\) first"),
-    (lambda _: admit("x"), r"This str is not applied"),
-    (lambda _: apply(5), r"apply takes a diffusers pipeline, not int"),
+    (lambda _: explain("x"), r"This str is neither a model nor a compiled pipeline: call .*compile\(pipe\) first"),
+    (lambda _: admit("x"), r"This str is not a compiled pipeline"),
     (by_kind(cudagraphs="always"), r"Option cudagraphs='always' is unknown; use one of False, True, auto"),
     (by_kind(mode="fast"), r"Unknown mode 'fast'"),
     (by_kind(dynamic="yes"), r"dynamic='yes' must be True"),
     (by_kind(options={"memory": "1GiB"}), r"options is an argument of torch.compile"),
-    (lambda _: compile(lambda x: x), r"This function is no model: pass a torch.nn.Module"),  # type: ignore[arg-type]
+    (lambda _: compile(lambda x: x), r"This function is neither a model nor a diffusers pipeline: pass a torch.nn"),  # type: ignore[arg-type]
     (compiled_before(lambda model: model), r"This model is compiled already"),
     (compiled_before(lambda model: model.blocks[0]), r"A part of this model is compiled already"),
     (
@@ -179,8 +178,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     ),
 ]
 
-OF_A_MODEL = (offload, restore, programs, cycles, replan)
-REFUSED += [(lambda _, f=f: f(5), r"This int is no model: pass a torch.nn.Module") for f in OF_A_MODEL]  # type: ignore[misc]
+OF_A_MODEL = (offload, programs, cycles, replan)
+REFUSED += [(lambda _, f=f: f(5), r"This int is not a model: pass a torch.nn.Module") for f in OF_A_MODEL]  # type: ignore[misc]
+OF_BOTH = (compile, apply, restore, remove)
+REFUSED += [(lambda _, f=f: f(5), r"This int is neither a model nor a diffusers pipeline: pass a ") for f in OF_BOTH]
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])

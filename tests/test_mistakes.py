@@ -47,7 +47,7 @@ def called(model: nn.Module, **options: Any) -> Any:
 # Every size of the Python API: how it is given, and its name.
 SIZES: list[tuple[Callable[..., Any], str]] = [
     *((lambda m, **size: compile(m, **EAGER, **size), name) for name in ("memory", "host_memory", "pin_memory")),
-    *((lambda _, **size: apply(pipe(), **EAGER, **size), name) for name in ("memory", "host_memory", "pin_memory")),
+    *((lambda _, **size: compile(pipe(), **EAGER, **size), name) for name in ("memory", "host_memory", "pin_memory")),
     *((called, name) for name in ("memory", "pin_memory")),
     (lambda m, **size: offload(m, min_bytes=4096, **size), "host_memory"),
 ]
@@ -84,6 +84,8 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: offload(m, min_bytes=0.5), "min_bytes=0.5 is a fraction of a byte: give whole bytes, or a text such as"),
     (lambda m: compile(m, chunk_bytes="1KB"), "Option chunk_bytes=1000 must be a multiple of 256, the alignment of"),
     (lambda m: apply(pipe(), "12GiB"), f"apply {BY_NAME} memory='12GiB'?"),
+    (lambda m: compile(pipe(), "12GiB"), f"compile {BY_NAME} memory='12GiB'?"),
+    (lambda m: compile(pipe(), torch.bfloat16), f"compile {BY_NAME} dtype=torch.bfloat16?"),
     (lambda m: apply(pipe(), "cuda"), f"apply {BY_NAME} device='cuda'?"),
     (lambda m: apply(pipe(), torch.bfloat16), f"apply {BY_NAME} dtype=torch.bfloat16?"),
     (lambda m: apply(pipe(), {"memory": "8GiB"}), f"apply {BY_NAME} memory='8GiB'?"),
@@ -98,45 +100,96 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         lambda m: apply(pipe(), device="8G"),
         "device='8G' is a size, not a device: a budget is memory='8G'; as device give",
     ),
-    (lambda m: apply(FLUX), f"not its name: load it first, pipe = DiffusionPipeline.from_pretrained('{FLUX}')."),
-    (lambda m: apply(Path("/models/flux")), "load it first, pipe = DiffusionPipeline.from_pretrained('/models/flux')."),
-    (
-        lambda m: apply(type(pipe())),
-        "not the class WanPipeline: load one first, pipe = WanPipeline.from_pretrained(...).",
+    *(
+        (lambda m, f=f, load=load: f(load()), said)
+        for f in (compile, apply, restore, remove)
+        for load, said in (
+            (
+                lambda: FLUX,
+                f"'{FLUX}' is a name, not a model or a pipeline: load it first, such as with DiffusionPipeline.",
+            ),
+            (lambda: Path("/m"), "such as with DiffusionPipeline.from_pretrained('/m')."),
+            (
+                lambda: Stack,
+                "Stack is a class, not a model or a pipeline: pass an instance, as Stack.from_pretrained(...) ",
+            ),
+            (lambda: type(pipe()), "pass an instance, as WanPipeline.from_pretrained(...) returns."),
+            (
+                lambda: pipe().components,
+                "This dict is neither a model nor a diffusers pipeline: pass the pipeline itself, ",
+            ),
+            (
+                lambda: stack().forward,
+                "This method is neither a model nor a diffusers pipeline: pass a torch.nn.Module or ",
+            ),
+            (
+                lambda: None,
+                "This NoneType is neither a model nor a diffusers pipeline: pass a torch.nn.Module or a pipe",
+            ),
+        )
     ),
-    (lambda m: apply(pipe().components), "not dict: pass the pipeline itself, not its components."),
-    (
-        lambda m: apply(m),
-        "apply takes a diffusers pipeline, not Stack: one model is for chunkflow_compile.compile(model).",
-    ),
-    (lambda m: apply(None), "apply takes a diffusers pipeline, not NoneType."),
     *(
         (
             lambda m, f=f: f(pipe()),
-            "This WanPipeline is no model, but a pipeline: call chunkflow_compile.apply(pipe), and ",
+            "This WanPipeline is a pipeline, not a model: pass one component, such as pipe.transfor",
         )
-        for f in (compile, offload, restore)
+        for f in (offload, chunkflow_compile.programs)
     ),
     (
-        lambda m: compile(FLUX),
+        lambda m: offload(FLUX),
         f"'{FLUX}' is a name, not a model: load it first, such as with FluxTransformer2DModel.from_",
-    ),  # type: ignore[arg-type]
+    ),
     (
-        lambda m: offload(Path("/m")),
-        "'/m' is a name, not a model: load it first, such as with FluxTransformer2DModel.from",
-    ),  # type: ignore[arg-type]
-    (
-        lambda m: compile(Stack),
+        lambda m: offload(Stack),
         "Stack is a class, not a model: pass an instance, as Stack.from_pretrained(...) returns.",
-    ),  # type: ignore[arg-type]
-    (lambda m: compile(m.forward), "This method is no model: pass a torch.nn.Module."),
+    ),
+    (lambda m: offload(m.forward), "This method is not a model: pass a torch.nn.Module."),
+    (
+        lambda m: apply(m),
+        "apply takes a diffusers pipeline, not Stack: for a model, call chunkflow_compile.compile(model).",
+    ),
     (
         lambda m: remove(m),
-        "remove takes a diffusers pipeline, not Stack: for one model, call chunkflow_compile.restore",
+        "remove takes a diffusers pipeline, not Stack: for a model, call chunkflow_compile.restore(model)",
     ),
-    (lambda m: explain(FLUX), "This str is not applied: call chunkflow_compile.apply(pipe) first."),
+    *(
+        (
+            lambda m, given=given: explain(given()),
+            f"This {name} is neither a model nor a compiled pipeline: call chunkflow_compile.compile(",
+        )
+        for given, name in ((lambda: FLUX, "str"), (pipe, "WanPipeline"))
+    ),
+    # what one of the two does not take
+    (
+        lambda m: compile(m, adapters=64),
+        "adapters applies to pipelines; this is a model: call chunkflow_compile.enable_adap",
+    ),
+    (
+        lambda m: compile(m, dtype={"default": torch.bfloat16}),
+        "dtype by component applies to pipelines; this is a model: give the Stack one dtype, such as torch.bfloat16.",
+    ),
+    *(
+        (
+            lambda m, f=f, name=name, value=value: f(pipe(), **{name: value}),
+            f"{name} applies to models; this is a pipeline, whose budget plans each component: leave out {name}, and set ",
+        )
+        for f in (compile, apply)
+        for name, value in (("arena", None), ("plan", "p.json"), ("policy", "chunkflow"), ("slowdown", 1.1))
+    ),
+    (
+        lambda m: restore(pipe(), "cpu"),
+        "device applies to models; this is a pipeline: call restore(pipe), which returns its",
+    ),
+    (lambda m: restore(pipe(), device="cuda"), "were, then pipe.to(device)."),
+    *(
+        (
+            lambda m, f=f: f(pipe(), fullgraph=True),
+            "fullgraph is an argument of torch.compile: pass options of ChunkFlow by ",
+        )
+        for f in (compile, apply)
+    ),
     *((lambda m, f=f: f(m, memry=3), "Unknown option 'memry'; did you mean 'memory'? ") for f in (compile, called)),
-    (lambda m: apply(pipe(), memry=3), "Unknown option 'memry'; did you mean 'memory'? Options are device, memory, "),
+    (lambda m: compile(pipe(), memry=3), "Unknown option 'memry'; did you mean 'memory'? Options are device, memory, "),
     (lambda m: called(m, device="cuda"), "Unknown option 'device'; did you mean "),
     (
         torch.enable_grad()(called),
@@ -172,9 +225,9 @@ def test_a_mistake_in_replan(no_grad: None) -> None:
     assert before and before == [p.plan for p in chunkflow_compile.programs(model)]
 
 
-def test_an_applied_pipeline_keeps_its_components(applied: Callable[..., tuple[Any, Any]]) -> None:
+def test_a_compiled_pipeline_keeps_its_components(applied: Callable[..., tuple[Any, Any]]) -> None:
     pipe, _ = applied("wan")
-    said = r"This model is pipe\.transformer of an applied pipeline, .*: call chunkflow_compile\.remove\(pipe\) first"
+    said = r"This model is pipe\.transformer of a compiled pipeline, .*: call chunkflow_compile\.restore\(pipe\) first"
     for wrong in (compile, offload, restore):
         with pytest.raises(ChunkflowError, match=said):
             wrong(pipe.transformer)
@@ -245,54 +298,97 @@ def test_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 CODE = """\
-from torch import nn
-import chunkflow_compile
-from chunkflow_compile import apply, compile
+from pathlib import Path
 
-m = nn.Linear(2, 2)
-compile(m, memory="8GiB", min_bytes="1MiB", lowering="eager", mode="max-autotune", dynamic=False)
-apply(m, memory=12.5e9, device="cuda", cudagraphs="auto")
+import torch
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile import apply, compile, remove, restore
+
+
+class Pipe:
+    @property
+    def components(self) -> dict[str, object]:
+        return {}
+
+
+m, pipe = nn.Linear(), Pipe()
+compile(m, memory="8GiB", min_bytes="1MiB", lowering="eager", mode="max-autotune", dynamic=False, slowdown=1.1)
+compile(model=m, device="cuda", dtype=torch.bfloat16)
+compile(pipe, memory=12.5e9, device="cuda", cudagraphs="auto", adapters=64, dtype={"vae": torch.float32})
+apply(pipe, memory=12.5e9, device="cuda", cudagraphs="auto")
+one: nn.Linear = restore(compile(m), "cpu")
+all: Pipe = remove(restore(apply(compile(pipe))))
+reveal_type(compile(m))
+reveal_type(compile(pipe))
+reveal_type(restore(m))
+reveal_type(restore(pipe))
 compile(m, memry=3)
 compile(m, memory=[1])
 compile(m, lowering="fast")
 compile(m, "12GiB")
-apply(m, "12GiB")
-apply(m, memry=3)
-apply(m, arena=None)
+compile(m, adapters=64)
+compile(m, dtype={"vae": torch.float32})
+compile(pipe, "12GiB")
+compile(pipe, memry=3)
+compile(pipe, arena=None)
+compile(pipe, slowdown=1.1)
+compile(Path("/m"))
+compile("m")
+restore(pipe, "cpu")
+restore(None)
+apply(pipe, "12GiB")
+apply(pipe, memry=3)
+apply(pipe, arena=None)
+apply(m)
 """
-TYPE_ERRORS = {
-    8: 'Unexpected keyword argument "memry" for "compile"; did you mean "memory"?',
-    9: 'Argument "memory" to "compile" has incompatible type "list[int]"',
-    10: 'Argument "lowering" to "compile" has incompatible type',
-    11: 'Argument 2 to "compile" has incompatible type "str"; expected "Never"',
-    12: 'Argument 2 to "apply" has incompatible type "str"; expected "Never"',
-    13: 'Unexpected keyword argument "memry" for "apply"; did you mean "memory"?',
-    14: 'Unexpected keyword argument "arena" for "apply"',
-}
+FIRST_ERROR, FIRST_OF_APPLY = 27, 41
+REVEALED = {23: "Linear", 24: "Pipe", 25: "Linear", 26: "Pipe"}
+OF_APPLY = [
+    'Argument 2 to "apply" has incompatible type "str"; expected "Never"',
+    'Unexpected keyword argument "memry" for "apply"; did you mean "memory"?',
+    'Unexpected keyword argument "arena" for "apply"',
+    'Value of type variable "PipelineT" of "apply" cannot be "Linear"',
+]
+# As much of torch as the signatures name: to follow the whole takes minutes.
+TORCH = "class dtype: ...\nclass device: ...\nbfloat16: dtype\nfloat32: dtype\n"
 
 
 def test_type_checkers_know_the_options(tmp_path: Path) -> None:
-    """mypy follows only the modules that say what the public functions take."""
+    """And which belong to a model, and which to a pipeline.  mypy follows only the modules with the public signatures."""
     pytest.importorskip("mypy")
     (tmp_path / "own.py").write_text(CODE)
-    followed = ("", ".frontend.compile", ".pipeline.apply", ".options", ".units", ".passes.names", ".lowering.lower")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.pyi").write_text(TORCH)
+    (tmp_path / "torch" / "nn.pyi").write_text("class Module: ...\nclass Linear(Module): ...\n")
+    followed = ("", ".pipeline.api", ".pipeline.apply", ".options", ".units", ".passes.names", ".lowering.lower")
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\nfollow_imports = skip\nignore_missing_imports = True\n"
         + "".join(f"[mypy-chunkflow_compile{name}]\nfollow_imports = silent\n" for name in followed)
-        + "[mypy-typing_extensions]\nfollow_imports = silent\n"
+        + "".join(f"[mypy-{name}]\nfollow_imports = silent\n" for name in ("typing_extensions", "torch", "torch.nn"))
     )
     root = Path(chunkflow_compile.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", ".cache", "own.py"],
         cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(root)},
+        env={**os.environ, "MYPYPATH": f"{tmp_path}:{root}"},
         capture_output=True,
         text=True,
     )
+    revealed = re.findall(r'^own\.py:(\d+): note: Revealed type is "(?:[\w.]+\.)?(\w+)"', done.stdout, re.M)
+    assert {int(line): kind for line, kind in revealed} == REVEALED, done.stdout + done.stderr
     said = {int(line): text for line, text in re.findall(r"^own\.py:(\d+): error: (.*?)(?:  \[|$)", done.stdout, re.M)}
-    assert said.keys() == TYPE_ERRORS.keys(), done.stdout + done.stderr
-    for line, sentence in TYPE_ERRORS.items():
-        assert sentence in said[line], (line, said[line])
+    assert [*said] == [*range(FIRST_ERROR, len(CODE.splitlines()) + 1)], done.stdout + done.stderr
+    for line, text in said.items():
+        of_apply = line >= FIRST_OF_APPLY
+        assert (OF_APPLY[line - FIRST_OF_APPLY] if of_apply else "No overload variant of ") in text, (line, text)
+    assert (
+        done.stdout.count(
+            'Unexpected keyword argument "memry" for overloaded function "compile"; did you mean "memory"'
+        )
+        == 2
+    )
 
 
 def test_the_types_of_options_are_those_of_the_backend() -> None:

@@ -129,6 +129,30 @@ def test_a_restore_that_raises_leaves_the_model_compiled() -> None:
     streams(model, twin)
 
 
+def test_the_same_functions_for_a_model_and_a_pipeline(quiet: None) -> None:
+    """``apply`` and ``remove`` do the same to a pipeline: each pair undoes the other's."""
+    pytest.importorskip("transformers")
+    from pipelines import EAGER as SMALL
+    from pipelines import WAN, expected, is_plain, models, placed, plain, same_weights
+    from small_pipelines import small_pipeline
+
+    model, twin = twins(Parts)
+    assert compile(model, **EAGER) is model
+    streams(model, twin)
+    assert restore(restore(model, device="cpu")) is model
+    check(model, twin)
+    pipe = small_pipeline("wan")
+    assert restore(pipe) is pipe and is_plain(pipe), "it was never compiled"
+    for start, end in ((compile, restore), (chunkflow_compile.apply, restore), (compile, remove)):
+        assert start(pipe, memory="1MiB", **SMALL) is pipe and placed(pipe) == {*models(pipe)}
+        assert torch.equal(WAN.generate(pipe), expected("wan"))
+        assert sum(m.moved_bytes for p in programs(pipe.transformer) for m in p.measurements) > 0
+        with pytest.raises(ChunkflowError, match="device applies to models; this is a pipeline"):
+            restore(pipe, "cpu")
+        assert placed(pipe) == {*models(pipe)}
+        assert end(pipe) is pipe and is_plain(pipe) and same_weights(pipe, plain("wan"))
+
+
 def test_a_restored_component_can_be_applied(quiet: None) -> None:
     pytest.importorskip("transformers")
     from pipelines import EAGER as SMALL

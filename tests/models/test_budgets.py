@@ -107,12 +107,14 @@ def test_restore_of_a_component_is_refused(shared: Any) -> None:
     """Its weights would be on the device beside the budget."""
     pipe, _ = shared
     for model in (pipe.vae, pipe.vae.decoder):
-        said = r"is pipe\.vae of an applied pipeline, .*: call chunkflow_compile\.remove\(pipe\)"
+        said = r"is pipe\.vae of a compiled pipeline, .*: call chunkflow_compile\.restore\(pipe\)"
         with pytest.raises(ChunkflowError, match=said):
             chunkflow_compile.restore(model)
     assert torch.equal(WAN.generate(pipe), expected("wan"))
     chunkflow_compile.restore(copy.deepcopy(pipe.vae))
-    with pytest.raises(ChunkflowError, match=r"WanPipeline is not applied: call .*apply\(pipe\) first"):
+    with pytest.raises(
+        ChunkflowError, match=r"WanPipeline is neither .* nor a compiled pipeline: call .*compile\(pipe\) first"
+    ):
         explain(plain("wan"))
 
 

@@ -67,7 +67,7 @@ def on_another_device(pipe: Any) -> None:
     pipe.transformer.proj_out.weight = Elsewhere(pipe.transformer.proj_out.weight.data, requires_grad=False)
 
 
-CALL_REMOVE = r".*: call chunkflow_compile\.remove\(pipe\) first"
+CALL_RESTORE = r".*: call chunkflow_compile\.restore\(pipe\) first"
 IS_COMPILED = r"pipe\.transformer .* is compiled already: pass a pipeline whose components are not"
 BEFORE: list[tuple[Change, str]] = [
     (recompiled(lambda pipe: pipe, "transformer"), IS_COMPILED),
@@ -118,7 +118,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "device='gpu' is no device of torch"),
     ({"timings": "/nowhere.json"}, "The timings /nowhere.json cannot be read: No such file"),
     ({"dump": "/proc/nowhere"}, "The folder /proc/nowhere cannot be written: No such file"),
-    ({"arena": Arena("cpu")}, "leave out arena"),
+    ({"arena": Arena("cpu")}, "arena applies to models; this is a pipeline, .*: leave out arena"),
     ({"slowdown": 1.1}, "leave out slowdown"),
     ({"dtype": {"transfomer": torch.bfloat16}}, "dtype has 'transfomer', which is no component .* use default, vae"),
     ({"dtype": "bf16"}, "dtype='bf16' is no dtype"),
@@ -146,16 +146,19 @@ def test_options_that_apply_refuses() -> None:
         with pytest.raises(ChunkflowError, match=sentence):
             apply(pipe, **{**EAGER, **options})
         assert is_plain(pipe) and same_weights(pipe, plain("wan")), sentence
-    sentence = r"takes a diffusers pipeline, not UMT5EncoderModel: one model is for chunkflow_compile\.compile"
+    sentence = r"takes a diffusers pipeline, not UMT5EncoderModel: for a model, call chunkflow_compile\.compile"
     with pytest.raises(ChunkflowError, match=sentence):
         apply(pipe.text_encoder, **EAGER)
 
 
 AFTER: list[tuple[Change, str]] = [
-    (lambda pipe: pipe.transformer.blocks[1].norm2.to("meta"), r"was moved from cpu to meta" + CALL_REMOVE),
-    (under_accelerate, r"pipe\.transformer .* is under a hook of accelerate since apply" + CALL_REMOVE),
-    (under_group_offloading, r"pipe\.vae .* is under diffusers' group offloading since apply" + CALL_REMOVE),
-    (compiled_in_place, r"pipe\.transformer .* was compiled after apply"),
+    (lambda pipe: pipe.transformer.blocks[1].norm2.to("meta"), r"was moved from cpu to meta" + CALL_RESTORE),
+    (under_accelerate, r"pipe\.transformer .* came under a hook of accelerate after compile\(pipe\)" + CALL_RESTORE),
+    (
+        under_group_offloading,
+        r"pipe\.vae .* came under diffusers' group offloading after compile\(pipe\)" + CALL_RESTORE,
+    ),
+    (compiled_in_place, r"pipe\.transformer .* was compiled after compile\(pipe\)"),
 ]
 
 
@@ -216,7 +219,7 @@ def test_a_copy_of_a_pipeline(tmp_path: Path, applied: Applied) -> None:
     calls = [phase.calls for phase in budget.phases]
     assert torch.equal(WAN.generate(other), expected("wan")) and budget_of(other) is None
     assert [phase.calls for phase in budget.phases] == calls
-    with pytest.raises(ChunkflowError, match=r"vae belongs to a pipeline that was applied, .* remove\(pipe\) first"):
+    with pytest.raises(ChunkflowError, match=r"vae belongs to a compiled pipeline, .* restore\(pipe\) first"):
         pickle.dumps(pipe.vae)
     for name, p in (("ours", pipe), ("plain", twin)):
         p.transformer.save_pretrained(tmp_path / name / "transformer")
@@ -238,13 +241,17 @@ def test_components_that_change_after() -> None:
     """They are named until apply is called again, with the arguments of the first time or none."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
-    with pytest.raises(ChunkflowError, match="applied already"):
+    with pytest.raises(ChunkflowError, match="compiled already"):
         apply(pipe, **EAGER)
     pipe.register_modules(transformer_2=small_pipeline("wan", seed=1).transformer)
-    with pytest.raises(ChunkflowError, match=r"pipe\.transformer_2 was added after apply: call .*apply\(pipe\) again"):
+    with pytest.raises(
+        ChunkflowError, match=r"pipe\.transformer_2 was added after compile\(pipe\): call .*\(pipe\) again"
+    ):
         WAN.generate(pipe)
     before, pipe.transformer = pipe.transformer, small_pipeline("wan", seed=1).transformer
-    with pytest.raises(ChunkflowError, match=r"pipe\.transformer was replaced after apply: call .*apply\(pipe\) again"):
+    with pytest.raises(
+        ChunkflowError, match=r"pipe\.transformer was replaced after compile\(pipe\): call .*\(pipe\) again"
+    ):
         WAN.generate(pipe)
     with pytest.raises(ChunkflowError, match="have a budget already"):
         apply(pipe, memory="2MiB", **EAGER)
@@ -265,7 +272,9 @@ def test_components_that_change_after() -> None:
     pipe.vae = small_pipeline("wan", seed=1).vae
     apply(pipe)
     pipe.vae.decode = torch.compile(pipe.vae.decode, backend="eager")
-    with pytest.raises(ChunkflowError, match=r"pipe\.vae .* was compiled after apply, which compiles it: .*remove"):
+    with pytest.raises(
+        ChunkflowError, match=r"pipe\.vae .* was compiled after compile\(pipe\), which .*restore\(pipe\)"
+    ):
         WAN.generate(pipe)
     assert remove(remove(pipe)) is pipe and is_plain(pipe)
 
@@ -285,7 +294,7 @@ def drop_the_text_encoder(pipe: Any, twin: Any) -> None:
     finally:
         gc.enable()
     assert {phase.name for phase in budget_of(pipe).phases} == {"transformer", "transformer_2", "vae"}
-    with pytest.raises(ChunkflowError, match="applied already"):
+    with pytest.raises(ChunkflowError, match="compiled already"):
         apply(pipe)
 
 
@@ -304,7 +313,7 @@ def test_apply_in_two_threads(memory: int | str) -> None:
 
     with ThreadPoolExecutor() as pool:
         (refused,) = filter(None, pool.map(work, (memory, "1MiB")))
-    assert "applied already" in refused or (memory == 1024 and "too little" in refused)
+    assert "compiled already" in refused or (memory == 1024 and "too little" in refused)
     assert len(budget_of(pipe).phases) == 3 and budget_of(pipe).total == 1 << 20
     assert type(pipe).__mro__[1] is type(plain("wan")) and placed(pipe) == {*models(pipe)}
     assert is_plain(remove(pipe)) and same_weights(pipe, plain("wan"))

@@ -54,7 +54,7 @@ def test_an_image_adapter(applied: Applied) -> None:
     embeds = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
     embedded = {"ip_adapter_image_embeds": [embeds], "negative_ip_adapter_image_embeds": [torch.zeros_like(embeds)]}
     image = {"ip_adapter_image": Image.new("RGB", (32, 32), (1, 200, 30))}
-    with pytest.raises(ChunkflowError, match=r"pipe\.image_encoder was added after apply"):
+    with pytest.raises(ChunkflowError, match=r"pipe\.image_encoder was added after compile\(pipe\)"):
         FLUX.generate(pipe, **image)
     apply(pipe)
     for scale, given in ((1.0, embedded), (1.0, image), (0.3, image)):

@@ -236,7 +236,7 @@ to go faster:   pack=True, or quantised weights"""
 
 def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
     far = "Some calls take far from what was predicted: the profile 'cpu' does not fit this machine, or the machine was busy"
-    fix = "run chunkflow calibrate and apply with hardware='measured'"
+    fix = "run chunkflow calibrate and compile with hardware='measured'"
     for measured_s, said in ((1.05, False), (1.5, True), (0.5, True), (None, False)):
         text = " ".join(str(PipelineFigures((phase(measured_s=measured_s),), 100, details=True)).split())
         assert (far in text and fix in text) == said == ("calibrate" in text), measured_s

@@ -65,7 +65,7 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
     assert elsewhere.admit(**sizes_of(request)).step_s == answer.step_s, "asked in another process"
     check_refusals(pipe, {**sizes_of(request)})
     remove(pipe)
-    with pytest.raises(ChunkflowError, match="is not applied"):
+    with pytest.raises(ChunkflowError, match="is not a compiled pipeline"):
         admit(pipe, height=32, width=32)
 
 
@@ -74,7 +74,7 @@ def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
     for forecast in pipe.__dict__["_chunkflow_admitter"].forecasts.values():
         forecast[0].activations = (1 << 20, 2 << 20, 3 << 20)
     answer = admit(pipe, **sizes)
-    assert not answer.fits and "give apply at least memory=" in answer.reason and "no: " in str(answer)
+    assert not answer.fits and "give compile at least memory=" in answer.reason and "no: " in str(answer)
     multiple = 4 if type(pipe).__name__ == "FluxPipeline" else 16  # of these small ones
     for wrong, says in (
         ({"hight": 32}, "has no argument 'hight'; did you mean 'height'"),
@@ -106,7 +106,7 @@ def test_an_answer_follows_from_three_traces(monkeypatch: pytest.MonkeyPatch) ->
     assert elsewhere.admit(**sizes).to_json() == answer.to_json() == admit(pipe, **sizes).to_json()
     check_refusals(pipe, sizes)
     remove(pipe)
-    with pytest.raises(ChunkflowError, match="is not applied"):
+    with pytest.raises(ChunkflowError, match="is not a compiled pipeline"):
         admit(pipe, height=32, width=32)
 
 

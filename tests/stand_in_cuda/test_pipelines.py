@@ -105,13 +105,15 @@ def test_a_pipeline_that_is_moved_after() -> None:
     want = WAN.generate(pipe, 0)
     pipe.to("cpu")
     with pytest.raises(
-        ChunkflowError, match=r"pipe\.\w+ .* was moved from cuda:0 to cpu after apply: .*remove\(pipe\)"
+        ChunkflowError, match=r"pipe\.\w+ .* was moved from cuda:0 to cpu after compile\(pipe\): .*restore\(pipe\)"
     ):
         WAN.generate(pipe, 0)
     pipe.to("cuda")
     assert torch.equal(WAN.generate(pipe, 0), want)
     pipe.enable_model_cpu_offload()
-    with pytest.raises(ChunkflowError, match=r"pipe\.\w+ .* is under a hook of accelerate since apply.*remove\(pipe\)"):
+    with pytest.raises(
+        ChunkflowError, match=r"pipe\.\w+ .* came under a hook of accelerate after compile.*restore\(pipe\)"
+    ):
         WAN.generate(pipe, 0)
     remove(pipe)
     assert torch.equal(WAN.generate(pipe, 0), want), "accelerate alone"
