@@ -53,13 +53,13 @@ ABOUT = f"""\
 Measured on a CPU, with {SIZE.layers} Wan blocks of width {WIDTH} and LoRA adapters on every linear layer.
 `make adapters` writes this page.
 
-1. The first table compares *slots* and *hotswap*. *Slots* is `enable_adapters(rank={RANK})`, and each
-   [block type](../glossary.md#block-type) is compiled once. *Hotswap* is diffusers' `enable_lora_hotswap(target_rank={RANK})`
-   with `compile_repeated_blocks`. *First* is the time of the first call after each of {len(RANKS)} swaps. *Step* is the time
-   of the calls that follow it. *Graphs* counts compiled graphs.
+1. The first table compares `slots` and `hotswap`. `slots` is `enable_adapters(rank={RANK})`, and each [block
+   type](../glossary.md#block-type) is compiled once. `hotswap` is diffusers'
+   `enable_lora_hotswap(target_rank={RANK})` with `compile_repeated_blocks`. *First* is the time of the first call
+   after each of {len(RANKS)} swaps. *Step* is the time of the calls that follow it. *Graphs* counts compiled graphs.
 2. The second table uses an emulated PCIe link, a [budget](../glossary.md#budget) of {BUDGET:g} times the weights, and
-   slots of rank {LINK_RANK}. *First* is compared with a warm call plus the time to copy all slots. *Step* is compared with
-   a model without slots.
+   [adapter slots](../glossary.md#slot) of rank {LINK_RANK}. *First* is compared with a warm call plus the time to
+   copy all slots. *Step* is compared with a model without slots.
 """
 
 

@@ -55,7 +55,7 @@ ABOUT = """\
 SIZES_TEXT = """\
 The model has {blocks} narrow blocks of Wan. Each [block type](../glossary.md#block-type) is compiled once, with empty
 caches. The [budget](../glossary.md#budget) is {budget:.1f} MB, half of the weights. A warm step copies {moved:.1f} MB. For
-each size, the outputs equal those of a model that is compiled for this size alone.
+each size, the outputs equal the outputs of a model that is compiled for this size alone.
 
 ```
 {table}
@@ -72,7 +72,7 @@ runs; the arms take turns in one process. Ratios are relative to `chunkflow, who
 {table}
 ```
 
-*By kind* compiles each block type once. The last arm compiles the same modules as `chunkflow, by kind`, but with
+`by kind` compiles each block type once. The last arm compiles the same modules as `chunkflow, by kind`, but with
 `torch.compile`: it shows what Dynamo's guards and wrappers cost in each call."""
 
 

@@ -101,11 +101,11 @@ def page(records: Mapping[str, Record]) -> str:
     wrong, replanned = (_ratio(records["contention"], arm, "chunkflow") for arm in ("misjudged", "replanned"))
     return f"""# Copies that avoid collectives, measured on an emulated link
 
-Ranks, compiled [regions](../glossary.md#region), copies and collectives are real. **The PCIe link is emulated**: each rank
-has one receive port. Copies of [chunks](../glossary.md#chunk) and the incoming data of collectives take turns on it, 256 KiB
-at a time. **The duration of compute is fixed**: each region is held to 1.5 times the time that it took at the start of the
-run, because other processes slow these CPU cores in a way in which they would not slow a GPU. Nothing on this page was
-measured on a GPU.
+Ranks, compiled [regions](../glossary.md#region), copies and collectives are real. **The PCIe link is emulated**: each
+rank has one receive port. Copies of [chunks](../glossary.md#chunk) and the incoming data of collectives take turns on
+it, 256 KiB at a time. **The duration of compute is fixed**: each region is held to 1.5 times the time that it took at
+the start of the run, because other processes slow these CPU cores in a way in which they would not slow a GPU.
+Nothing on this page was measured on a GPU.
 
 ```sh
 {commands}
@@ -115,37 +115,40 @@ Measured with torch {versions}. The runs took {took}.
 
 * The models are small versions of Wan and FLUX (`wan`, `flux`). There are two ranks; in shared-port, four ranks share one
   port.
-* *Load* is the share of the [baseline](../glossary.md#baseline) step (the arm `resident`) during which the link would be
-  busy if every weight were copied once per step.
-* `layerwise` copies the whole next block while a block computes. `layerwise-barrier` also waits for it before the first
-  all-to-all of each block. `host-yield` pauses copies during collectives by a flag on the host, as the paper describes.
-  The [budget](../glossary.md#budget) of `chunkflow` is the memory that `layerwise` uses; in compute-rich, it is a quarter of
-  all weights.
+* *Load* is the share of the [baseline](../glossary.md#baseline) step (the arm `resident`) during which the emulated
+  link would be busy if every weight were copied once per step.
+* `layerwise` copies the whole next block while a block computes. `layerwise-barrier` also waits for it before the
+  first all-to-all of each block. `host-yield` pauses copies during collectives by a flag on the host, as the paper
+  describes. The [budget](../glossary.md#budget) of `chunkflow` is the memory that `layerwise` uses; in compute-rich,
+  it is a quarter of all weights.
 * Step times are medians. A round runs one step of every arm, in random order. Ratios are medians over the rounds.
 * The outputs of all arms and steps are {"equal" if equal else "NOT EQUAL"}, bit for bit.
 
 {_regimes_table(records)}
 
-*Weight memory saved* and *collectives slowed* compare with the resident arm. The latter excludes the time that one rank waits
-for the other. Predictions are simulated from the durations of regions and collectives in the resident arm, and from one
-factor, the same for all arms, by which copies slow compute. The last two columns show the largest error over the arms: the
-error of the predicted step time, and the error of the predicted [stall](../glossary.md#stall) as a share of the step.
+*Weight memory saved* and *collectives slowed* compare with the arm `resident`. The latter excludes the time that one
+rank waits for the other. Predictions are simulated from the durations of regions and collectives in this arm, and
+from one factor, the same for all arms, by which copies slow compute. The last two columns show the largest error over
+the arms: the error of the predicted step time, and the error of the predicted [stall](../glossary.md#stall) as a
+share of the step.
 
 ![step time of each arm in contention](contention_contention.png)
 
-The [plan](../glossary.md#plan) of the arm `misjudged` is made from wrong figures: a link that is twice as fast, and compute
-that is twice as slow, as they really are. Its step takes {wrong:.3f} times as long as that of `chunkflow`. The arm
-`replanned` begins with the same wrong figures and sets `replan_after=2`: its step takes {replanned:.3f} times as long.
+The [plan](../glossary.md#plan) of the arm `misjudged` is made from wrong figures: a link that is twice as fast, and
+compute that is twice as slow, as they really are. Its step takes {wrong:.3f} times as long as the step of
+`chunkflow`. The arm `replanned` begins with the same wrong figures and sets `replan_after=2`: its step takes
+{replanned:.3f} times as long.
 
-In compute-poor, the arms also keep a share of the blocks on the device. The lower bound of their step is the larger of the
-resident step and the time to copy the streamed bytes. *Prefix* keeps whole leading layers with the same number of bytes.
+In compute-poor, the arms also keep a share of the blocks on the device. The lower bound of their step is the larger
+of the [resident](../glossary.md#resident) step and the time to copy the streamed bytes. *Prefix* keeps whole leading
+layers with the same number of bytes.
 
 {_residency_table(records["compute-poor"])}
 
-In three complete runs, on cores that other processes used at the same time ([all figures](contention_runs.csv)), the step of
-`chunkflow` took 1.001 to 1.007 times the resident step in compute-rich, 1.005 to 1.022 times in contention, and 0.993 to
-1.006 times in contention-flux. Predicted step times were off by at most 3.5 %. Before the duration of regions was fixed,
-eight runs of contention gave ratios from 0.90 to 1.25, and predictions were off by up to 14 %.
+In three complete runs, on cores that other processes used at the same time ([all figures](contention_runs.csv)), the
+step of `chunkflow` took 1.001 to 1.007 times the resident step in compute-rich, 1.005 to 1.022 times in contention,
+and 0.993 to 1.006 times in contention-flux. Predicted step times were off by at most 3.5 %. Before the duration of
+regions was fixed, eight runs of contention gave ratios from 0.90 to 1.25, and predictions were off by up to 14 %.
 
 All arms, steps and predictions:
 {files}.

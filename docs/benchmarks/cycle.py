@@ -49,12 +49,13 @@ ABOUT = """\
 
 {today}, torch {torch}, {cpus}, no GPU; `make cycle`. The model has {layers} blocks of
 Wan. Copies are real, on an emulated PCIe link that would be busy for 0.7 of the step with all weights
-[resident](../glossary.md#resident) if it had to copy all weights.
+[resident](../glossary.md#resident) if it had to copy all weights. The [budget](../glossary.md#budget) is given as a share of
+the weights.
 
-* *Whole* compiles the model as one graph. *Cycle* compiles it with `compile_repeated_blocks` and runs it as a
-  [cycle](../glossary.md#cycle), with the same [budget](../glossary.md#budget). The budget is given as a share of the weights.
-* *Apart* shows the same model before the order of its blocks has repeated. Until then, each block copies its own weights.
-* Times are medians of calls in random order. The columns *cycle* and *apart* are ratios to *whole*.
+* `whole` compiles the model as one graph. `cycle` compiles it with `compile_repeated_blocks` and runs it as a
+  [cycle](../glossary.md#cycle), with the same budget.
+* `apart` shows the same model before the order of its blocks has repeated. Until then, each block copies its own weights.
+* Times are medians of calls in random order. The columns `cycle` and `apart` are ratios to `whole`.
 
 ```
 {table}

@@ -39,9 +39,9 @@ ABOUT = f"""\
 `python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md`. These figures are planned, not measured.
 
 The model is one expert of `{MODEL}` at {SIZE.height}x{SIZE.width} and {SIZE.frames} frames, on `{MACHINE}`, with
-{SHARE:g} of its weights on the SSD and at most {BUDGET >> 30} GiB of weights on the device. *Resident* is the time of one
+{SHARE:g} of its weights on the SSD and at most {BUDGET >> 30} GiB of weights on the device. `resident` is the time of one
 forward with all weights [resident](../glossary.md#resident). The other columns are multiples of it, for three read rates of
-the SSD. *In memory* keeps all weights in host memory.
+the SSD. `in memory` keeps all weights in host memory.
 """
 RATES = ", ".join(f"{rate / 1e9:g}" for rate in DRIVES)
 HEADERS = ("GPUs", "resident", "in memory", f"chunkflow, {RATES} GB/s", f"layerwise, {RATES} GB/s")

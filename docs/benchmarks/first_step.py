@@ -59,7 +59,7 @@ BY_KIND_TEXT = """\
 
 * The models are narrow, with random weights in float32. Times are from the call of the compiler to the first output. They are
   medians of {runs} runs, each in a separate process. Numbers in parentheses are ratios to diffusers.
-* *By kind* compiles each [block type](../glossary.md#block-type) once, like diffusers' `compile_repeated_blocks`. ChunkFlow
+* `by kind` compiles each [block type](../glossary.md#block-type) once, like diffusers' `compile_repeated_blocks`. ChunkFlow
   streams the weights, with a [budget](../glossary.md#budget) of half of their bytes.
 * *Second process* starts with the caches that the first process left. *Loaded* starts with empty caches and loads the
   artifacts that the first process saved (torch's mega-cache).
@@ -79,7 +79,7 @@ WHOLE_TEXT = """\
 {table}
 ```
 
-Here, Dynamo and AOTAutograd trace every block. When a model is compiled by kind, they trace one block of each type."""
+Here, Dynamo and AOTAutograd trace every block. In the first section, they trace one block of each block type."""
 # The names that torch's timer gives to its own compiler after Dynamo; with ChunkFlow, this is part of lowering.
 OF_TORCH = ("create_aot_dispatcher_function", "AOTAutogradCache.inductor_load")
 

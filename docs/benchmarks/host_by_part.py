@@ -36,8 +36,8 @@ CALLS = 40
 ABOUT = """\
 {today}, `python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md`, torch {torch}.
 
-The model has {blocks} narrow blocks of Wan and runs on the CPU with eager lowering. All weights are resident. *Whole*
-compiles the model as one graph. *By kind* compiles each [block type](../glossary.md#block-type) once, so that each block is
+The model has {blocks} narrow blocks of Wan and runs on the CPU with eager lowering. All weights are resident. `whole`
+compiles the model as one graph. `by kind` compiles each [block type](../glossary.md#block-type) once, so that each block is
 a separate call. Times are medians of {calls} warm calls.
 
 ```

@@ -46,8 +46,8 @@ ABOUT = """\
   means that `register_collective(op, "all-to-all")` was called for the op.
 * There are two gloo ranks, {layers} blocks of width {width}, {tokens} tokens per rank, and an **emulated link** of
   {bandwidth:.0f} MB/s.
-* Times are medians of {steps} steps in random order. All outputs equal those of the arm `resident`, which keeps all weights
-  [resident](../glossary.md#resident).
+* Times are medians of {steps} steps in random order. All arms have the same outputs as the arm `resident`, which
+  keeps all weights [resident](../glossary.md#resident).
 
 ```
 {table}

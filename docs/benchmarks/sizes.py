@@ -44,7 +44,8 @@ ABOUT = f"""\
 A small FLUX pipeline generates one image of each size after another, with `compile(pipe)` and empty caches, on a CPU
 (`make sizes`). Each generation runs {STEPS} steps and the VAE. Each cell is the number of graphs that the generation
 compiles, and in parentheses the number of [regions](../glossary.md#region) that Inductor lowers. Images are within
-{TOLERANCE:.0e} of those of the unmodified pipeline. Seconds are approximate, because other processes ran at the same time.
+{TOLERANCE:.0e} of the images of the unmodified pipeline. Seconds are approximate, because other processes ran at the
+same time.
 """
 
 

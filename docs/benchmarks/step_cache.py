@@ -48,12 +48,12 @@ ABOUT = f"""\
 {SIZE.layers} Wan blocks run with each step cache of diffusers, on a CPU (`make step-cache`). Each
 [block type](../glossary.md#block-type) is compiled once. A generation has {STEPS} steps.
 
-* A *miss* computes a whole step. A *hit* computes a part of it: the first block (FirstBlockCache), no block (MagCache), or
-  all blocks without attention (the others).
-* *Bound* is the step time with all weights [resident](../glossary.md#resident), or the time in which the emulated link copies
-  the bytes of the step, whichever is longer.
-* The link would be busy for {LOAD} of a resident miss if it copied all weights. The [budget](../glossary.md#budget) is
-  {BUDGET:g} times the weights.
+* A *miss* computes a whole step. A *hit* computes a part of it: the first block (FirstBlockCache), no block
+  (MagCache), or all blocks without attention (the others).
+* *Bound* is the step time with all weights [resident](../glossary.md#resident), or the time in which the emulated
+  link copies the bytes of the step, whichever is longer.
+* The emulated link would be busy for {LOAD} of a resident miss if it copied all weights. The
+  [budget](../glossary.md#budget) is {BUDGET:g} times the weights.
 * *Jumps* counts calls out of order in the [cycle](../glossary.md#cycle) of blocks, per generation.
 * Figures are medians of {ROUNDS} generations, after {LEARNING} that are not measured.
 """
