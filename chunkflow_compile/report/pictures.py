@@ -14,7 +14,7 @@ from .record import ArmRecord, ComparisonRecord, check_writable
 
 # File types of pictures.
 PICTURES = (".png", ".svg")
-_PART_COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
+_PART_COLOURS = {"compute and host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
 
 
 def check_picture(path: str | Path, *others: str) -> None:
@@ -89,7 +89,7 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
     if (resident := record.arms.get("resident")) is not None and resident.step_s:
         axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")
     axes.invert_yaxis()
-    axes.set(xlabel="a step, ms (medians, slowest rank)", xlim=(0, 1.35 * max([*begins, *steps.values()])))
+    axes.set(xlabel="step time, ms (median, slowest rank)", xlim=(0, 1.35 * max([*begins, *steps.values()])))
     axes.set_title(record.model, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)
@@ -100,7 +100,7 @@ def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
     figure, grid = new_axes(9.0, 0.6 + 1.7 * len(records), columns=2, heights=[1.0] * len(records))
     for (title, record), (steps, memory) in zip(records.items(), grid.reshape(-1, 2), strict=True):
         _draw_steps(steps, record)
-        steps.set(xlabel="a step, ms (medians, slowest rank)")
+        steps.set(xlabel="step time, ms (median, slowest rank)")
         on_device = [(arm.weights_device_bytes or 0) / 2**20 for arm in record.arms.values()]
         memory.barh(list(record.arms), on_device, color="#8c8c8c", height=0.62)
         memory.set(xlabel="weights on the device, MiB")

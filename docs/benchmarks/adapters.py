@@ -1,4 +1,4 @@
-"""Another LoRA adapter: ChunkFlow's slots beside diffusers' hotswap, and on an emulated link.  Ten minutes on two cores.
+"""Changing LoRA adapters: ChunkFlow's slots and diffusers' hotswap, and slots on an emulated link.  Ten minutes on two cores.
 
 python docs/benchmarks/adapters.py --out docs/benchmarks/adapters.md
 """
@@ -35,10 +35,10 @@ WIDTH = SIZE.heads * SIZE.head_dim
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
 RANK = 64
 RANKS = (16, 4, 64, 32, 8, 16)
-# Of the slots on the emulated link.
+# The rank of the slots on the emulated link.
 LINK_RANK = 16
-# All weights would keep the link busy for this share of the resident step; and the budget, of all weights of the blocks: with
-# six blocks, less than that has no room for the next one beside this one.
+# All weights would keep the link busy for this share of the resident step; and the budget, as a share of the weights of the
+# blocks: with six blocks, a smaller budget cannot hold two blocks at once.
 LOAD = 0.7
 BUDGET = 0.5
 CHUNK = 1 << 20
@@ -48,19 +48,23 @@ CALLS = 4
 SWAPS = 8
 
 ABOUT = f"""\
-# Another LoRA adapter
+# Changing LoRA adapters
 
-{SIZE.layers} Wan blocks of width {WIDTH}, adapters on every linear layer, no GPU; `make adapters`.
+Measured on a CPU, with {SIZE.layers} Wan blocks of width {WIDTH} and LoRA adapters on every linear layer.
+`make adapters` writes this page.
 
-1. *slots*: `enable_adapters(rank={RANK})`, by kind, beside *hotswap*: diffusers' `enable_lora_hotswap(target_rank={RANK})`
-   and `compile_repeated_blocks`. *First*: the first call after each of {len(RANKS)} swaps; *step*: those after it.
-2. On an emulated link, {BUDGET:g} of the weights on the device, slots of rank {LINK_RANK}. *First*: against a warm call and
-   the link's time for all slots; *step*: against a model without slots.
+1. The first table compares `slots` and `hotswap`. `slots` is `enable_adapters(rank={RANK})`, and each [block
+   type](../glossary.md#block-type) is compiled once. `hotswap` is diffusers'
+   `enable_lora_hotswap(target_rank={RANK})` with `compile_repeated_blocks`. *First* is the time of the first call
+   after each of {len(RANKS)} swaps. *Step* is the time of the calls that follow it. *Graphs* counts compiled graphs.
+2. The second table uses an emulated PCIe link, a [budget](../glossary.md#budget) of {BUDGET:g} times the weights, and
+   [adapter slots](../glossary.md#slot) of rank {LINK_RANK}. *First* is compared with a warm call plus the time to
+   copy all slots. *Step* is compared with a model without slots.
 """
 
 
 def adapter(model: nn.Module, seed: int, rank: int) -> dict[str, torch.Tensor]:
-    """Random weights of an adapter, as its file has them.  ``model``: without layers of PEFT."""
+    """Random weights of an adapter, named as in its file.  ``model``: without layers of PEFT."""
     rng, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     for name, layer in model.named_modules():
         if name.startswith("blocks.") and name.endswith(TARGETS) and isinstance(layer, nn.Linear):
@@ -71,7 +75,7 @@ def adapter(model: nn.Module, seed: int, rank: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Arm:
-    """A compiled model.  ``swap``: brings in an adapter.  ``graphs``: compiled by its calls."""
+    """A compiled model.  ``swap``: loads an adapter.  ``graphs``: compiled graphs, counted over its calls."""
 
     model: Any
     swap: Callable[[Any, int], None]
@@ -108,13 +112,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     text = f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n"
-    for table in (_beside_hotswap(), _on_a_link()):
+    for table in (_slots_and_hotswap(), _on_a_link()):
         text += f"\n```\n{table}\n```\n"
     print(text)
     arguments.out.write_text(text)
 
 
-def _beside_hotswap() -> str:
+def _slots_and_hotswap() -> str:
     plain = small_model("wan", SIZE)
     states = [adapter(plain, seed, rank) for seed, rank in enumerate(RANKS)]
 
@@ -149,7 +153,7 @@ def _beside_hotswap() -> str:
         )
         for name, arm in arms.items()
     ]
-    return str(tabulate(rows, ("arm", "graphs", "after swaps", "first", "step", "worst first / step")))
+    return str(tabulate(rows, ("arm", "graphs", "new after swaps", "first", "step", "worst first / step")))
 
 
 def _on_a_link() -> str:
@@ -193,7 +197,7 @@ def _on_a_link() -> str:
             f"{size(with_slots.moved)}, {size(without.moved)} without",
         ),
     ]
-    return str(tabulate(rows, ("", "measured", "against", "ratio", "bytes"), disable_numparse=True))
+    return str(tabulate(rows, ("", "measured", "compared with", "ratio", "bytes copied"), disable_numparse=True))
 
 
 def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

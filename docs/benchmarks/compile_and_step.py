@@ -1,10 +1,10 @@
-"""Other sizes by kind, and step time with all weights resident, against plain torch.compile.
+"""Other sizes by kind, and step time with all weights resident, compared with torch.compile.
 
     python docs/benchmarks/compile_and_step.py [--blocks 40] [--out docs/benchmarks/compile_and_step.md]
 
-The time of the first step is in first_step.py.
-Ten resolutions in turns, then other batches, by kind, within half of the bytes of the weights: the time of their calls, and
-what was compiled; in a process of its own with empty caches.
+first_step.py measures the time of the first step.
+Sizes: ten resolutions in turn, then other batch sizes, by kind, with a budget of half of the weights.  Measures the time of
+each call and counts compiled graphs, in a separate process with empty caches.
 Step time: all arms in one process, steps interleaved in random order, medians and spread.
 """
 
@@ -41,14 +41,39 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
 from chunkflow_compile.passes import pipeline
 
-# Weights of narrow blocks count as large.
+# So that the weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
-# Batch, height and width of the latents: ten resolutions, and then other batches.
+# Batch, height and width of the latents: ten resolutions, and then other batch sizes.
 RESOLUTIONS = [
     (2, *size)
     for size in ((8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8))
 ]
 BATCHES = [(3, 16, 16), (1, 16, 16)]
+ABOUT = """\
+{today}, torch {torch}, {cores} CPU cores, no GPU; `make bench`. The weights are random, in float32.
+"""
+SIZES_TEXT = """\
+The model has {blocks} narrow blocks of Wan. Each [block type](../glossary.md#block-type) is compiled once, with empty
+caches. The [budget](../glossary.md#budget) is {budget:.1f} MB, half of the weights. A warm step copies {moved:.1f} MB. For
+each size, the outputs equal the outputs of a model that is compiled for this size alone.
+
+```
+{table}
+```
+
+*Graphs* is the number of graphs compiled so far. The second size recompiles with dynamic shapes. A new batch size
+recompiles once more, and so does a batch of one. All other sizes need only a new [plan](../glossary.md#plan)."""
+STEPS_TEXT = """\
+The model has 12 blocks of Wan, and all weights are [resident](../glossary.md#resident). Each cell is the median of {steps}
+runs; the arms take turns in one process. Ratios are relative to `chunkflow, whole`. The slowest run of an arm took
+{spread:.2f} times its median.
+
+```
+{table}
+```
+
+`by kind` compiles each block type once. The last arm compiles the same modules as `chunkflow, by kind`, but with
+`torch.compile`: it shows what Dynamo's guards and wrappers cost in each call."""
 
 
 def whole_by_torch(model: nn.Module) -> Any:
@@ -165,7 +190,7 @@ def size_table(rows: list[list[Any]]) -> str:
     for _, same in itertools.groupby(rows, key=lambda row: row[4]):
         first, *others = same
         cells += [_cells(group) for group in ([first], others) if group]
-    headers = ("batch and latent", "first call", "of it planning", "second call", "graphs")
+    headers = ("batch and latent", "first call", "planning in it", "second call", "graphs")
     return tabulate(cells, headers=headers, disable_numparse=True)
 
 
@@ -204,12 +229,11 @@ def main() -> None:
         print(json.dumps(measure_sizes(arguments.blocks)))
         return
     made = {
-        "sizes": ("Ten resolutions, then other batches, by kind", partial(sizes_section, arguments.blocks)),
-        "steps": ("A step, all weights resident", partial(steps_section, arguments.steps)),
+        "sizes": ("Ten resolutions, then other batch sizes", partial(sizes_section, arguments.blocks)),
+        "steps": ("Step time with all weights resident", partial(steps_section, arguments.steps)),
     }
-    title = "Other sizes, and resident step time, against plain torch.compile"
-    about = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, no GPU; `make bench`. "
-    about += "Random weights, float32."
+    title = "Input sizes and resident step time, compared with torch.compile"
+    about = ABOUT.format(today=date.today(), torch=torch.__version__, cores=os.cpu_count())
     for name, (heading, section) in made.items():
         if arguments.only in (None, name):
             print(text := f"{about}\n{section()}")
@@ -222,13 +246,11 @@ def sizes_section(blocks: int) -> str:
         found = in_a_process(__file__, ("--sizes-only", "--blocks", str(blocks)), cache)
     wrong = [label for label, *_, right in found["rows"] if not right]
     assert not wrong, f"other outputs than those of a model compiled for one size: {wrong}"
-    return (
-        f"{blocks} narrow blocks of Wan, empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; "
-        f"a warm step fetches {found['moved'] / 1e6:.1f} MB. "
-        "The outputs of each\nsize are those of a model compiled for it alone.\n\n"
-        f"```\n{size_table(found['rows'])}\n```\n\n"
-        "*Graphs*: compiled so far. The second size is compiled for all sizes, another batch once more, and a batch of one "
-        "too. All\nother sizes are plans only."
+    return SIZES_TEXT.format(
+        blocks=blocks,
+        budget=found["budget"] / 1e6,
+        moved=found["moved"] / 1e6,
+        table=size_table(found["rows"]),
     )
 
 
@@ -239,11 +261,7 @@ def steps_section(steps: int) -> str:
     }
     found = {label: measure_steps(size, steps) for label, size in sizes.items()}
     spread = max(max(s) / statistics.median(s) for seconds in found.values() for s in seconds.values())
-    return (
-        f"12 blocks of Wan, medians of {steps} runs in turns, in one process; ratios to `chunkflow, whole`. "
-        f"The slowest run of an arm took {spread:.2f} times\nits median.\n\n```\n{step_table(found)}\n```\n\n"
-        "The last arm has what Dynamo's guards and wrappers cost in each call."
-    )
+    return STEPS_TEXT.format(steps=steps, spread=spread, table=step_table(found))
 
 
 if __name__ == "__main__":

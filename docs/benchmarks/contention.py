@@ -1,9 +1,9 @@
-"""Policies side by side on an emulated link, in every regime; eight minutes on two cores.
+"""Compares policies on an emulated link, in every regime; eight minutes on two cores.
 
 python docs/benchmarks/contention.py --out docs/benchmarks/contention.md
 
-Each regime's record is written beside the page, as JSON and as a picture; the page is made from the records that are there.
-``--page-only`` measures nothing.
+Writes the record of each regime next to the page, as JSON and as a picture, and the page from the records that exist.
+``--page-only`` measures nothing, and makes the pictures and the page from the records.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
 from chunkflow_compile.bench.summary import summarise
 from chunkflow_compile.report.pictures import draw_arms
-from chunkflow_compile.report.record import as_json
+from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json
 
-# As many as eight minutes have room for; a step of compute-rich takes three times as long as the others'.
+# As many as fit in eight minutes; a step of compute-rich takes three times as long as the others'.
 STEPS = ("3", "compute-rich=2")
-# Those of the page, in its order.
+# The regimes of the page, in its order.
 SHOWN = ("compute-rich", "contention", "contention-flux", "compute-poor", "shared-port")
 
 
@@ -59,16 +59,24 @@ def main() -> None:
     for name in () if arguments.page_only else arguments.only or SHOWN:
         start, job = time.monotonic(), job_of(REGIMES[name], steps[name])
         found = summarise(job, run_job(job))
-        kept = _record(arguments.out, name)
-        draw_arms(found.record, found.predicted, kept.with_suffix(".png"))
         taken = {"s": round(time.monotonic() - start), "torch": torch.__version__, "command": command}
-        kept.write_text(as_json({**json.loads(found.to_json()), "taken": taken}))
-    records = {name: _record(arguments.out, name) for name in SHOWN}
-    arguments.out.write_text(page({n: json.loads(path.read_text()) for n, path in records.items() if path.exists()}))
+        _record(arguments.out, name).write_text(as_json({**json.loads(found.to_json()), "taken": taken}))
+    paths = {name: path for name in SHOWN if (path := _record(arguments.out, name)).exists()}
+    records = {name: json.loads(path.read_text()) for name, path in paths.items()}
+    for name, record in records.items():
+        _draw(record, paths[name].with_suffix(".png"))
+    arguments.out.write_text(page(records))
 
 
 def _record(page: Path, regime: str) -> Path:
     return page.with_name(f"{page.stem}_{regime}.json")
+
+
+def _draw(record: Record, path: Path) -> None:
+    measured, predicted = (
+        {name: ArmRecord(**arm) for name, arm in record[key].items()} for key in ("arms", "predicted")
+    )
+    draw_arms(ComparisonRecord(model=record["model"], degree=record["degree"], arms=measured), predicted, path)
 
 
 def _steps(given: Sequence[str]) -> dict[str, int]:
@@ -84,52 +92,65 @@ Record = Mapping[str, Any]
 
 
 def page(records: Mapping[str, Record]) -> str:
-    """The page.  ``records``: what ``chunkflow bench --json`` would write of each regime, and how it was ``taken``."""
-    took = "; ".join(f"{name} {r['taken']['s']} s" for name, r in records.items())
+    """The page.  ``records``: by regime, the output of ``chunkflow bench --json``, and how it was ``taken``."""
+    took = ", ".join(f"{r['taken']['s']} s for {name}" for name, r in records.items())
     versions = ", ".join(dict.fromkeys(r["taken"]["torch"] for r in records.values()))
     commands = "\n".join(dict.fromkeys(r["taken"]["command"] for r in records.values()))
     files = ",\n".join(f"{name} ([JSON](contention_{name}.json), [picture](contention_{name}.png))" for name in records)
     equal = all(arm["equal_to_resident"] for r in records.values() for arm in r["arms"].values())
     wrong, replanned = (_ratio(records["contention"], arm, "chunkflow") for arm in ("misjudged", "replanned"))
-    return f"""# Copies that yield, measured on an emulated link
+    return f"""# Copies that avoid collectives, measured on an emulated link
 
-Real ranks, real compiled regions, real copies and exchanges. **The link is emulated**: each rank has a receive port, which
-chunks and the incoming bytes of collectives share in turns of 256 KiB. **Compute has a fixed speed**: each region is held to
-1.5 times what it took at the start, because other work slows these cores as it would not slow a GPU's. Nothing here was
-measured on a GPU.
+Ranks, compiled [regions](../glossary.md#region), copies and collectives are real. **The PCIe link is emulated**: each
+rank has one receive port. Copies of [chunks](../glossary.md#chunk) and the incoming data of collectives take turns on
+it, 256 KiB at a time. **The duration of compute is fixed**: each region is held to 1.5 times the time that it took at
+the start of the run, because other processes slow these CPU cores in a way in which they would not slow a GPU.
+Nothing on this page was measured on a GPU.
 
 ```sh
 {commands}
 ```
 
-torch {versions}; {took}. Small models (`wan`, `flux`), two ranks, in shared-port four behind one port. *Load*: the share of
-the resident step for which the link would be busy if every weight streamed once a step. `chunkflow` has the bytes of
-`layerwise`, in compute-rich a quarter of all. Steps are medians; ratios are medians of the ratios within a round, which
-holds a step of every arm in random order. Outputs are {"equal" if equal else "NOT EQUAL"} bit for bit over all arms and
-steps.
+Measured with torch {versions}. The runs took {took}.
+
+* The models are small versions of Wan and FLUX (`wan`, `flux`). There are two ranks; in shared-port, four ranks share one
+  port.
+* *Load* is the share of the [baseline](../glossary.md#baseline) step (the arm `resident`) during which the emulated
+  link would be busy if every weight were copied once per step.
+* `layerwise` copies the whole next block while a block computes. `layerwise-barrier` also waits for it before the
+  first all-to-all of each block. `host-yield` pauses copies during collectives by a flag on the host, as the paper
+  describes. The [budget](../glossary.md#budget) of `chunkflow` is the memory that `layerwise` uses; in compute-rich,
+  it is a quarter of all weights.
+* Step times are medians. A round runs one step of every arm, in random order. Ratios are medians over the rounds.
+* The outputs of all arms and steps are {"equal" if equal else "NOT EQUAL"}, bit for bit.
 
 {_regimes_table(records)}
 
-*Collectives slower*: than in the resident arm, without the time that one rank waited for the other. *Predicted*: simulated
-with what regions and exchanges took in the resident arm, and with one factor for all arms, by which copies stretched
-compute; how far it is off in the worst arm, and its wait for weights as a share of the step.
+*Weight memory saved* and *collectives slowed* compare with the arm `resident`. The latter excludes the time that one
+rank waits for the other. Predictions are simulated from the durations of regions and collectives in this arm, and
+from one factor, the same for all arms, by which copies slow compute. The last two columns show the largest error over
+the arms: the error of the predicted step time, and the error of the predicted [stall](../glossary.md#stall) as a
+share of the step.
 
-![arms of contention](contention_contention.png)
+![step time of each arm in contention](contention_contention.png)
 
-Planned from a link twice as fast and compute twice as slow as they are (`misjudged`), contention takes {wrong:.3f} of the
-step that right figures give, and {replanned:.3f} with `replan_after=2`.
+The [plan](../glossary.md#plan) of the arm `misjudged` is made from wrong figures: a link that is twice as fast, and
+compute that is twice as slow, as they really are. Its step takes {wrong:.3f} times as long as the step of
+`chunkflow`. The arm `replanned` begins with the same wrong figures and sets `replan_after=2`: its step takes
+{replanned:.3f} times as long.
 
-In compute-poor, arms may also keep a share of the blocks. The bound is max(resident, streamed bytes / link); a prefix is of
-whole leading layers in the same bytes:
+In compute-poor, the arms also keep a share of the blocks on the device. The lower bound of their step is the larger
+of the [resident](../glossary.md#resident) step and the time to copy the streamed bytes. *Prefix* keeps whole leading
+layers with the same number of bytes.
 
 {_residency_table(records["compute-poor"])}
 
-Three whole runs, on cores that other processes used ([all figures](contention_runs.csv)): chunkflow took 1.001 to 1.007 of
-the resident step in compute-rich, 1.005 to 1.022 in contention, 0.993 to 1.006 in contention-flux; predicted steps were off
-by at most 3.5 %. Before regions had a fixed duration, eight runs of contention gave 0.90 to 1.25, and predictions off by up
-to 14 %.
+In three complete runs, on cores that other processes used at the same time ([all figures](contention_runs.csv)), the
+step of `chunkflow` took 1.001 to 1.007 times the resident step in compute-rich, 1.005 to 1.022 times in contention,
+and 0.993 to 1.006 times in contention-flux. Predicted step times were off by at most 3.5 %. Before the duration of
+regions was fixed, eight runs of contention gave ratios from 0.90 to 1.25, and predictions were off by up to 14 %.
 
-Every arm, step and predicted figure:
+All arms, steps and predictions:
 {files}.
 """
 
@@ -159,8 +180,8 @@ def _regimes_table(records: Mapping[str, Record]) -> str:
         wait = max(waits[arm] / step[arm] for arm in waits)
         rows.append((name, f"{r['load']['share']:g}", *ours, f"{100 * off:.1f}", f"{100 * wait:.1f}"))
     headers = (
-        "regime", "load", "chunkflow, of resident", "less weights, %", "times as fast as layerwise/-barrier/host-yield",
-        "collectives slower, %", "with layerwise, %", "predicted off, %", "its wait off, %",
+        "regime", "load", "chunkflow / resident", "weight memory saved, %", "speedup over layerwise/-barrier/host-yield",
+        "collectives slowed, %", "by layerwise, %", "prediction error, %", "stall error, %",
     )  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -173,7 +194,7 @@ def _residency_table(record: Record) -> str:
         bound = max(record["arms"]["resident"]["step_s"], mine["moved_bytes_per_step"] / record["link"]["requested"])
         steps = (_ratio(record, ours, "resident"), mine["step_s"] / bound)
         rows.append((f"{share} %", *(f"{x:.3f}" for x in steps), f"{_ratio(record, theirs, ours):.2f}"))
-    headers = ("kept", "step, of resident", "of the bound", "times as fast as a prefix")
+    headers = ("kept", "step / resident", "step / bound", "speedup over prefix")
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 

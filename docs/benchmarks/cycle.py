@@ -1,4 +1,4 @@
-"""Blocks compiled one by one against the whole model, on an emulated link: ten minutes on two cores.
+"""Separately compiled blocks compared with the model as one graph, on an emulated link: ten minutes on two cores.
 
 python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md
 """
@@ -41,22 +41,36 @@ LOAD = 0.7
 SIZE = {"heads": 8, "head_dim": 64, "text": 64, "height": 32, "width": 32}
 CHUNK = 1 << 20
 WARM = 2
-# Steps in which a cycle must have been planned.
+# Steps after which a cycle must have been planned.
 MOST_LEARNING = 60
 
 ABOUT = """\
-# Blocks compiled one by one
+# Separately compiled blocks and the whole model
 
-{today}, torch {torch}, {cpus}, no GPU; `make cycle`. {layers} blocks of Wan, real copies on an emulated link
-that all weights would keep busy for 0.7 of the resident step. *Whole*: compiled as one graph. *Cycle*: by
-`compile_repeated_blocks`, in the same budget, given as a share of the weights. *Apart*: the same until the order of its
-blocks has repeated, when each fetches its own weights. Medians, in random order; ratios to *whole*.
+{today}, torch {torch}, {cpus}, no GPU; `make cycle`. The model has {layers} blocks of
+Wan. Copies are real, on an emulated PCIe link that would be busy for 0.7 of the step with all weights
+[resident](../glossary.md#resident) if it had to copy all weights. The [budget](../glossary.md#budget) is given as a share of
+the weights.
+
+* `whole` compiles the model as one graph. `cycle` compiles it with `compile_repeated_blocks` and runs it as a
+  [cycle](../glossary.md#cycle), with the same budget.
+* `apart` shows the same model before the order of its blocks has repeated. Until then, each block copies its own weights.
+* Times are medians of calls in random order. The columns `cycle` and `apart` are ratios to `whole`.
 
 ```
 {table}
 ```
 """
-HEADERS = ("ranks", "budget", "whole", "cycle", "apart", "whole moved", "cycle moved", "cycle's weights on the device")
+HEADERS = (
+    "ranks",
+    "budget",
+    "whole",
+    "cycle",
+    "apart",
+    "whole copies",
+    "cycle copies",
+    "weights on the device (cycle)",
+)
 
 
 def main() -> None:
@@ -65,7 +79,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--frames", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    budgets = "budgets, of all bytes of the blocks' weights"
+    budgets = "budgets, as shares of the bytes of the blocks' weights"
     parser.add_argument("--memory", type=float, nargs="+", default=[0.3, 0.25], help=budgets)
     arguments = parser.parse_args()
     rows = []

@@ -1,9 +1,9 @@
-"""Weights on the drive: half of a Wan model in host memory, on an emulated drive and link; six minutes on two cores.
+"""Weights on an SSD: half of a Wan model in host memory, on an emulated SSD and link; six minutes on two cores.
 
     python docs/benchmarks/drive.py --out docs/benchmarks/drive.md
 
-The emulated drive is so fast that reading its half takes ``load`` times the resident step.  Reads are real, and then wait
-until the emulated drive would have brought them.
+The rate of the emulated SSD is such that reading the other half takes ``load`` times the resident step.  Reads are real, and
+then wait until the emulated SSD would have finished them.
 """
 
 from __future__ import annotations
@@ -37,29 +37,32 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 SIZE = Size(layers=24, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
 CHUNK = 1 << 20
 LOADS = (0.5, 0.9, 1.3, 2.0)
-# Of the resident step, in which the link would be busy if every weight streamed.
+# The share of the resident step for which the link would be busy if every weight were copied.
 LINK_LOAD = 0.5
-# Steps of an arm in a round, and those of them that are timed: the others use up what was read while another arm ran.
+# Steps of an arm in a round, and how many of them are timed: the others use up what was read while another arm ran.
 BURST, TIMED = 6, 2
 ARMS = {"chunkflow": {}, "layerwise": {"policy": "layerwise"}}
-PAGE = "Weights on the drive"
+PAGE = "Weights on an SSD"
 ABOUT = """\
-{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`. A Wan
-model of {weights}, half of it in its checkpoint, on an emulated link and an emulated drive that would read that half in
-`load` times the resident step ({compute}). `chunkflow` has {memory:g} of the weights on the device; `layerwise` fetches the
-whole next block. Medians of {timed} steps, of the resident one; predictions, of the step, are from measured times.
+{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`.
+
+* The model is a Wan model whose weights take {weights}. Half of them are in host memory; the other half stay in the
+  checkpoint. The PCIe link and the SSD are emulated. Reading the second half takes `load` times the
+  [baseline](../glossary.md#baseline) step of {compute}.
+* `chunkflow` has a [budget](../glossary.md#budget) of {memory:g} times the weights. `layerwise` copies the whole next block.
+* Step times are medians of {timed} steps. Predictions are made from measured times.
 
 ```
 {table}
 ```
 """
-HEADERS = ("load", "arm", "step", "predicted", "read a step")
+HEADERS = ("load", "arm", "step / baseline", "prediction / step", "read per step")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--memory", type=float, default=0.3, help="budget on the device, of all bytes of the weights")
+    parser.add_argument("--memory", type=float, default=0.3, help="budget, as a share of the bytes of the weights")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -114,20 +117,20 @@ def main() -> None:
     )
     print(text)
     if arguments.out:
-        put_section(arguments.out, PAGE, "Run on an emulated drive", text)
+        put_section(arguments.out, PAGE, "Measured on an emulated SSD", text)
 
 
 def read_so_far(model: nn.Module) -> int:
-    """Bytes that the drive has brought."""
+    """Bytes that were read from the SSD."""
     buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
     return sum(file.read_bytes for file in {buffer.drive.file for buffer in buffers if buffer.drive is not None})
 
 
 def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[str, ...]:
-    """The cells of a row.  ``step``, ``compute``: seconds of a step and of the resident one.  ``read``: bytes a step."""
+    """The cells of a row.  ``step``, ``compute``: seconds of a step and of the resident one.  ``read``: bytes per step."""
     plan = programs(model)[-1].plan
     assert plan.predicted is not None
-    # of layerwise, the prediction is from the profile's rates, not from a run
+    # the prediction for layerwise is made from the profile's rates, not from a run
     ahead = f"{plan.predicted.step_s / step:.3f}" if plan.policy == "chunkflow" else ""
     return f"{step / compute:.2f}", ahead, size(read)
 

@@ -1,9 +1,9 @@
-"""Weights on the drive, planned: one expert of Wan2.2 A14B on 1, 2 and 8 GPUs with three drives; three minutes.
+"""Weights on an SSD, planned: one expert of Wan2.2 A14B on 1, 2 and 8 GPUs with three SSDs; three minutes.
 
     python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md
 
-Nothing is run.  The ranks of a node share the memory and the drive: what one of them reads, the others read as well, at the
-same time, so the drive reads each byte once a step.
+Nothing is run.  The ranks of a node share the memory and the SSD: all of them read the same bytes at the same time, so the
+SSD reads each byte once per step.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ MODEL, MACHINE = "wan2.2-t2v-a14b", "h100-pcie-x2"
 SIZE = OutputSizes(height=480, width=832, frames=81)
 DEGREES = (1, 2, 8)
 DRIVES = (3e9, 7e9, 14e9)
-# Of the weights of one expert in host memory.
+# The share of the weights of one expert in host memory.
 SHARE = 0.5
-# On the device: what is left beside the activations of this size on a card of 24 GiB, less the reserve of torch.
+# For weights on the device: a GPU of 24 GiB, less the activations of this size and the reserve of torch.
 BUDGET = 12 << 30
 CHUNK = 16 << 20
 
 ABOUT = f"""\
-`python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md`. Planned, not run: an expert of
-`{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}`, {SHARE:g} of its weights on the drive, at
-most {BUDGET >> 30} GiB on the device. Calls as multiples of the resident one; *in memory*: with all weights in host memory.
+`python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md`. These figures are planned, not measured.
+
+The model is one expert of `{MODEL}` at {SIZE.height}x{SIZE.width} and {SIZE.frames} frames, on `{MACHINE}`, with
+{SHARE:g} of its weights on the SSD and at most {BUDGET >> 30} GiB of weights on the device. `resident` is the time of one
+forward with all weights [resident](../glossary.md#resident). The other columns are multiples of it, for three read rates of
+the SSD. `in memory` keeps all weights in host memory.
 """
 RATES = ", ".join(f"{rate / 1e9:g}" for rate in DRIVES)
-HEADERS = ("GPUs", "resident", "in memory", f"chunkflow, {RATES} GB/s", "layerwise")
+HEADERS = ("GPUs", "resident", "in memory", f"chunkflow, {RATES} GB/s", f"layerwise, {RATES} GB/s")
 
 
 def step(plan: Plan) -> float:
@@ -75,7 +78,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     table = tabulate(rows, headers=HEADERS, disable_numparse=True)
     text = f"{date.today()}, {ABOUT}\n```\n{table}\n```\n"
-    put_section(arguments.out, "Weights on the drive", "Planned for real drives", text)
+    put_section(arguments.out, "Weights on an SSD", "Planned for real SSDs", text)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Where the first step goes: ChunkFlow beside plain torch.compile and diffusers' compile_repeated_blocks, by one clock.
+"""Time of the first step with ChunkFlow, torch.compile and diffusers' compile_repeated_blocks, by one clock.
 
     python docs/benchmarks/first_step.py [--repeats 5] [--models wan-24,flux-19+38] [--out docs/benchmarks/first_step.md]
 
-Each run is a process of its own: first with empty caches, then with the caches that it left; and with what it saved
-(torch's mega-cache) and caches that are empty again, once.  The arms of a model run in turns, in
-random order.  ChunkFlow streams: its budget is half of the bytes of the weights.  Phases are what torch's own timer of
-compilations (torch._dynamo.utils.dynamo_timed) has counted, in which ChunkFlow's passes count too.
+Each run is a separate process: first with empty caches, then with the caches that the first process left, and once with empty
+caches and the artifacts that it saved (torch's mega-cache).  The arms of a model run in random order.  ChunkFlow streams: its
+budget is half of the bytes of the weights.  Phases are those of torch's own timer of compilations
+(torch._dynamo.utils.dynamo_timed), which also covers ChunkFlow's passes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torch import nn
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.report.first_step import first_step_phases
 
-# In narrow models, large are the weights that are so in those of full width, where 1 MiB and more is: those of the blocks, of
-# the embeddings of time and text, and of modulated norms, but no rotary tables, patch embeddings or last projections.
+# In narrow models, the weights count as large that have 1 MiB and more at full width: those of the blocks, of the embeddings
+# of time and text, and of modulated norms, but no rotary tables, patch embeddings or last projections.
 MIN_BYTES = 8192
 PLAIN, REPEATED = "torch.compile, whole", "diffusers, repeated blocks"
 WHOLE, BY_KIND = "chunkflow, whole", "chunkflow, by kind"
 ARMS = (PLAIN, REPEATED, WHOLE, BY_KIND)
-# What a process finds: no caches, those of the process before it, or what that one has saved.
+# What a process starts with: no caches, those of the process before it, or the artifacts that it saved.
 COLD, SECOND, LOADED = "empty caches", "second process", "loaded"
-# Plain torch.compile takes minutes, so it and its counterpart run once.
+# torch.compile of the whole model takes minutes, so it and its counterpart run once.
 ONCE = (PLAIN, WHOLE)
 MODELS: Mapping[str, tuple[str, Size]] = {
     "wan-20": ("wan", Size(layers=20)),
@@ -54,7 +54,33 @@ MODELS: Mapping[str, tuple[str, Size]] = {
 LEAST_S = 0.25
 # Model -> arm -> what the process finds -> a result for each run.
 Found = dict[str, dict[str, dict[str, list[dict[str, Any]]]]]
-# What torch's timer calls the work of its own compiler after Dynamo; in ours, it is inside lowering.
+BY_KIND_TEXT = """\
+{today}, torch {torch}, diffusers {diffusers}, {cores} CPU cores, no GPU; `make first-step`. [All runs](first_step.json).
+
+* The models are narrow, with random weights in float32. Times are from the call of the compiler to the first output. They are
+  medians of {runs} runs, each in a separate process. Numbers in parentheses are ratios to diffusers.
+* `by kind` compiles each [block type](../glossary.md#block-type) once, like diffusers' `compile_repeated_blocks`. ChunkFlow
+  streams the weights, with a [budget](../glossary.md#budget) of half of their bytes.
+* *Second process* starts with the caches that the first process left. *Loaded* starts with empty caches and loads the
+  artifacts that the first process saved (torch's mega-cache).
+* *Host memory* is the growth of the peak memory of the first process.
+
+```
+{table}
+```
+
+The longest phases of `chunkflow, by kind`, in seconds:
+
+{phases}"""
+WHOLE_TEXT = """\
+{today}, torch {torch}. Each figure is from one run.
+
+```
+{table}
+```
+
+Here, Dynamo and AOTAutograd trace every block. In the first section, they trace one block of each block type."""
+# The names that torch's timer gives to its own compiler after Dynamo; with ChunkFlow, this is part of lowering.
 OF_TORCH = ("create_aot_dispatcher_function", "AOTAutogradCache.inductor_load")
 
 
@@ -144,12 +170,12 @@ def measure(names: list[str], repeats: int, once_each: bool) -> Found:
 
 
 def phase_seconds(result: dict[str, Any]) -> dict[str, float]:
-    """What each phase took; "the rest" is what no phase has counted."""
+    """Seconds of each phase; "other" is the time outside all phases."""
     timer = result["timer"]
     found = dict(first_step_phases({name: [seconds] for name, seconds in timer.items()}))
     if "chunkflow.program" not in timer:
         found["AOTAutograd and Inductor"] = sum(timer.get(name, 0.0) for name in OF_TORCH)
-    return {**found, "the rest": result["total"] - sum(found.values())}
+    return {**found, "other": result["total"] - sum(found.values())}
 
 
 def medians(results: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
@@ -180,27 +206,25 @@ def longest_phases(arm: Mapping[str, list[dict[str, Any]]]) -> str:
         results = [phase_seconds(r) for r in arm[state]]
         taken = {phase: statistics.median(r.get(phase, 0.0) for r in results) for phase in results[0]}
         longest = sorted((seconds, phase) for phase, seconds in taken.items() if seconds >= LEAST_S)[::-1]
-        text.append(f"{state}, " + ", ".join(f"{phase} {seconds:.2f}" for seconds, phase in longest))
+        text.append(f"{state}: " + ", ".join(f"{phase} {seconds:.2f}" for seconds, phase in longest))
     return ";\n  ".join(text)
 
 
 def by_kind_section(found: Found) -> str:
-    return (
-        f"{date.today()}, torch {torch.__version__}, diffusers {diffusers.__version__}, {os.cpu_count()} CPU cores, no GPU; "
-        "`make first-step`. Narrow models, random weights,\nfloat32. From the call of the compiler to the first output; "
-        f"medians of {max(len(arms[BY_KIND][COLD]) for arms in found.values())} runs, each a process of its own.\n"
-        "In brackets: the ratio to diffusers. *Loaded*: empty caches, and what the first process saved (torch's mega-cache). "
-        "ChunkFlow\nstreams within half of the bytes of the weights. [Every run](first_step.json).\n\n"
-        f"```\n{totals_table(found, (REPEATED, BY_KIND))}\n```\n\n"
-        + "\n".join(f"* {name}, seconds: {longest_phases(arms[BY_KIND])}." for name, arms in found.items())
+    return BY_KIND_TEXT.format(
+        today=date.today(),
+        torch=torch.__version__,
+        diffusers=diffusers.__version__,
+        cores=os.cpu_count(),
+        runs=max(len(arms[BY_KIND][COLD]) for arms in found.values()),
+        table=totals_table(found, (REPEATED, BY_KIND)),
+        phases="\n".join(f"* {name}: {longest_phases(arms[BY_KIND])}." for name, arms in found.items()),
     )
 
 
 def whole_section(found: Found) -> str:
-    return (
-        f"{date.today()}, torch {torch.__version__}. One run each.\n\n```\n{totals_table(found, (PLAIN, WHOLE))}\n```\n\n"
-        "Dynamo and AOTAutograd trace every block here; by kind, one of each kind."
-    )
+    table = totals_table(found, (PLAIN, WHOLE))
+    return WHOLE_TEXT.format(today=date.today(), torch=torch.__version__, table=table)
 
 
 def main() -> None:
@@ -218,13 +242,13 @@ def main() -> None:
         print(json.dumps(once(given.once, given.models, given.saved, given.state, given.started)))
         return
     found = measure(given.models.split(","), given.repeats, not given.no_whole)
-    sections = {"By kind": by_kind_section(found)}
+    sections = {"Each block type compiled once": by_kind_section(found)}
     if not given.no_whole:
-        sections["Whole models"] = whole_section(found)
+        sections["Whole model as one graph"] = whole_section(found)
     print(*sections.values(), sep="\n\n")
     if given.out:
         for heading, text in sections.items():
-            put_section(given.out, "The first step", heading, text)
+            put_section(given.out, "Time of the first step", heading, text)
         given.out.with_suffix(".json").write_text(json.dumps(found, indent=0) + "\n")
 
 

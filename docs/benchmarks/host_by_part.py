@@ -2,7 +2,7 @@
 
 python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md
 
-Narrow blocks on the CPU, all weights resident, ops one by one: the compute is small, and no part waits for a device.
+Narrow blocks on the CPU, all weights resident, eager lowering: the compute is small, and no part waits for a device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from host_cost import PAGE
 from runs import put_section
 from tabulate import tabulate
 from torch import nn
@@ -32,6 +33,17 @@ from chunkflow_compile.runtime.order import Order
 OPTIONS = {"policy": "resident", "min_bytes": 4096, "lowering": "eager"}
 PARTS = ("guards, wrappers, and eager code", "runner", "session and cycle", "executor", "regions")
 CALLS = 40
+ABOUT = """\
+{today}, `python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md`, torch {torch}.
+
+The model has {blocks} narrow blocks of Wan and runs on the CPU with eager lowering. All weights are resident. `whole`
+compiles the model as one graph. `by kind` compiles each [block type](../glossary.md#block-type) once, so that each block is
+a separate call. Times are medians of {calls} warm calls.
+
+```
+{table}
+```
+"""
 
 
 class Clock:
@@ -93,14 +105,10 @@ def main() -> None:
     }
     found = {arm: measured(make, arguments.blocks) for arm, make in arms.items()}
     rows = [(part, *(f"{1e3 * found[arm][i]:.2f} ms" for arm in arms)) for i, part in enumerate(PARTS)]
-    rows.append(("together", *(f"{1e3 * sum(found[arm]):.2f} ms" for arm in arms)))
+    rows.append(("total", *(f"{1e3 * sum(found[arm]):.2f} ms" for arm in arms)))
     table = tabulate(rows, headers=("part", *arms), disable_numparse=True)
-    about = (
-        f"{date.today()}, `python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md`, "
-        f"torch {torch.__version__}. {arguments.blocks} narrow blocks of Wan on\nthe CPU, all weights resident, ops one by "
-        f"one. Medians of {CALLS} warm calls; by kind, each block is a call of its own."
-    )
-    put_section(arguments.out, "The host's share", "By part", f"{about}\n\n```\n{table}\n```")
+    text = ABOUT.format(today=date.today(), torch=torch.__version__, blocks=arguments.blocks, calls=CALLS, table=table)
+    put_section(arguments.out, PAGE, "Host time by part", text)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,20 @@ from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3 * FIRST_STEPS
+PAGE = "Host time per call"
+ABOUT = """\
+{today}, `python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md`, torch {torch}, one core.
+
+The model is {title}, with half of its weights [resident](../glossary.md#resident):
+{regions} [regions](../glossary.md#region) and {chunks} [chunks](../glossary.md#chunk). The table shows the median time that
+the executor itself needs to issue one call. The call is predicted to take {step:.1f} s on {machine}. *With measurement*
+means the first steps, in which ChunkFlow times its copies and regions. Regions, collectives, copies and CUDA calls are
+stubs that take no time. On a GPU they add to the host time (**not measured**).
+
+```
+{table}
+```
+"""
 
 
 class IdleGpu:
@@ -70,18 +84,21 @@ def main() -> None:
     times = _issue(program)
     rows = [
         (name, f"{1e3 * statistics.median(found):.1f} ms", f"{100 * statistics.median(found) / predicted.step_s:.2f} %")
-        for name, found in (("measured", times[1:FIRST_STEPS]), ("not measured", times[FIRST_STEPS:]))
+        for name, found in (("with measurement", times[1:FIRST_STEPS]), ("without", times[FIRST_STEPS:]))
     ]
-    table = tabulate(rows, headers=("step", "host", "of the predicted step"), disable_numparse=True)
+    table = tabulate(rows, headers=("step", "host time", "share of the predicted step"), disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in program.plan.streamed)
-    about = (
-        f"{date.today()}, `python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md`, "
-        f"torch {torch.__version__}, one core.\n{title}, half of its weights resident: "
-        f"{len(cut.problem.regions)} regions, {chunks} chunks.\nMedians of the executor's own time to issue a call of "
-        f"{predicted.step_s:.1f} s (predicted on {machine.name}).\nRegions, collectives, copies and CUDA's calls take no "
-        "time here; on a GPU they add to it (**not measured**)."
+    text = ABOUT.format(
+        today=date.today(),
+        torch=torch.__version__,
+        title=title,
+        regions=len(cut.problem.regions),
+        chunks=chunks,
+        step=predicted.step_s,
+        machine=machine.name,
+        table=table,
     )
-    put_section(arguments.out, "The host's share", "To issue a call", f"{about}\n\n```\n{table}\n```")
+    put_section(arguments.out, PAGE, "Issuing a call", text)
 
 
 @dataclass(eq=False)

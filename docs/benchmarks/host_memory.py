@@ -1,9 +1,9 @@
-"""Host memory and start time of placing a model on one and two ranks: a private copy a rank, and one that they share.
+"""Host memory and time to place a model on one and two ranks: a private copy per rank, or one copy that they share.
 
     python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md
 
-The ranks place the model as for a GPU, each weight in pages of its own, on a machine without one.  Memory is what the weights
-take beyond the page cache: private and shared pages of all ranks (Pss_Anon and Pss_Shmem), sampled while they place.
+The ranks place the model as for a GPU, each weight in separate pages, on a machine without one.  Memory is the memory of the
+weights without the page cache: private and shared pages of all ranks (Pss_Anon and Pss_Shmem), sampled during placement.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def rank_of(
 def touched(nbytes: int) -> None:
     """Let a process write as many bytes and end.
 
-    A virtual machine gives free memory back to its host, and getting it back takes up to ten times as long as to make a page.
+    A virtual machine returns free memory to its host, and getting it back takes up to ten times as long as making a page.
     """
     text = f"import mmap; m = mmap.mmap(-1, {nbytes}, flags=mmap.MAP_PRIVATE); m.madvise({_HUGE}); m.madvise({_WRITE})"
     subprocess.run([sys.executable, "-c", text], check=False)
@@ -112,7 +112,7 @@ def used() -> float:
 
 
 def memory(process: int) -> int:
-    """Bytes of private and shared memory of a process; of the shared, its part."""
+    """Bytes of private memory of a process and of its part of the shared memory."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def memory(process: int) -> int:
 
 
 def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype, weights: int) -> dict[str, float]:
-    """What one arm takes, in copies of the weights and in seconds.  ``weights``: bytes of one copy."""
+    """The memory of one arm, in copies of the weights, and its seconds.  ``weights``: bytes of one copy."""
     context = multiprocessing.get_context("spawn")
     go, stop = context.Barrier(ranks + 1), context.Barrier(ranks + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -157,20 +157,25 @@ def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype, weights: int)
 
 
 ABOUT = """\
-# Host memory of the weights, and the time to place them
+# Host memory for weights, and placement time
 
-{today}, torch {torch}, {cores} CPU cores, no GPU; `python docs/benchmarks/host_memory.py --out
-docs/benchmarks/host_memory.md`. A Wan model of {size} in bfloat16, from the page cache. *Memory* and *most* (while they
-place): of all ranks, as multiples of one copy of the weights. `pin_memory` copies each weight, as group offload does on
-each rank. Medians of {repeats} runs, in random order.
+{today}, torch {torch}, {cores} CPU cores, no GPU;
+`python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
+
+* A Wan model of {size} in bfloat16 is read from the page cache, from a checkpoint in float32 or bfloat16, and placed.
+* *Memory* is the memory of all ranks after placement, and *peak* the largest during it. Both are multiples of one copy of the
+  weights.
+* `pin_memory` copies each weight on each rank, as diffusers' group offload does. With `share=True` the ranks share one copy.
+* Figures are medians of {repeats} runs, in random order.
 
 ```
 {table}
 ```
 
-Much of the time is the kernel's, which makes pages: huge private ones, {shared} shared ones.
+The kernel spends much of this time allocating pages. It uses huge pages for private memory, and {shared} pages for shared
+memory.
 """
-HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
+HEADERS = ("checkpoint", "ranks", "arm", "memory", "peak", "wall time", "CPU time")
 
 
 def main() -> None:

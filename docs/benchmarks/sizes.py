@@ -1,4 +1,4 @@
-"""Other image sizes of a whole FLUX pipeline with its VAE: what each compiles, with empty caches.  Ten minutes on two cores.
+"""Image sizes of a whole FLUX pipeline with its VAE: what each size compiles, with empty caches.  Ten minutes on two cores.
 
 python docs/benchmarks/sizes.py --out docs/benchmarks/sizes.md
 """
@@ -33,17 +33,19 @@ SIZES = ((256, 256), (256, 384), (192, 320), (320, 192))
 # The arguments of ``apply``, by arm.
 ARMS: Mapping[str, Mapping[str, Any]] = {"dynamic=None": {}, "dynamic=False": {"dynamic": False}}
 STEPS = 2
-# The decoder has FLUX's four levels, 16 latent channels and three layers a level, with a quarter of its channels.
+# The decoder has FLUX's four levels, 16 latent channels and three layers per level, with a quarter of its channels.
 CHANNELS = (32, 64, 128, 128)
 LATENTS = 16
 TOLERANCE = 1e-4
 
 ABOUT = f"""\
-# Other image sizes
+# Several image sizes
 
-A small FLUX pipeline, `apply(pipe)`, empty caches, {STEPS} steps and the VAE, no GPU; `make sizes`. Generations one after
-another: graphs compiled in each, in brackets the regions that Inductor lowered. Pictures are within {TOLERANCE:.0e} of the
-plain pipeline's. Seconds are rough: other work ran.
+A small FLUX pipeline generates one image of each size after another, with `compile(pipe)` and empty caches, on a CPU
+(`make sizes`). Each generation runs {STEPS} steps and the VAE. Each cell is the number of graphs that the generation
+compiles, and in parentheses the number of [regions](../glossary.md#region) that Inductor lowers. Images are within
+{TOLERANCE:.0e} of the images of the unmodified pipeline. Seconds are approximate, because other processes ran at the
+same time.
 """
 
 

@@ -1,4 +1,4 @@
-"""Step caches over a model compiled by kind, on an emulated link: what a hit costs.  Six minutes on two cores.
+"""Step caches with a model that is compiled by kind, on an emulated link: the cost of a hit.  Six minutes on two cores.
 
 python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
 """
@@ -34,10 +34,10 @@ from chunkflow_compile.report.record import seconds
 SIZE = Size(layers=12, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
 # All weights would keep the link busy for this share of the resident step.
 LOAD = 0.7
-# Of all bytes of the blocks' weights.
+# As a share of the bytes of the blocks' weights.
 BUDGET = 0.3
 CHUNK = 1 << 20
-# Steps of a generation, and how often it runs before it is measured, and while it is.
+# Steps of a generation, generations before the measurement, and measured generations.
 STEPS = 20
 LEARNING = 6
 ROUNDS = 3
@@ -45,11 +45,17 @@ ROUNDS = 3
 ABOUT = f"""\
 # Step caches
 
-{SIZE.layers} Wan blocks with each step cache of diffusers, by kind, {STEPS} steps a generation, no GPU; `make step-cache`.
-A *miss* computes a whole step, a *hit* a part: the first block (FirstBlockCache), none (MagCache), or all without
-attention. *Bound*: the longer of the step with all weights on the device and the time of the emulated link for the bytes
-moved. The link would be busy for {LOAD} of a resident miss; the budget is {BUDGET:g} of the weights. Medians of {ROUNDS}
-generations after {LEARNING}.
+{SIZE.layers} Wan blocks run with each step cache of diffusers, on a CPU (`make step-cache`). Each
+[block type](../glossary.md#block-type) is compiled once. A generation has {STEPS} steps.
+
+* A *miss* computes a whole step. A *hit* computes a part of it: the first block (FirstBlockCache), no block
+  (MagCache), or all blocks without attention (the others).
+* *Bound* is the step time with all weights [resident](../glossary.md#resident), or the time in which the emulated
+  link copies the bytes of the step, whichever is longer.
+* The emulated link would be busy for {LOAD} of a resident miss if it copied all weights. The
+  [budget](../glossary.md#budget) is {BUDGET:g} times the weights.
+* *Jumps* counts calls out of order in the [cycle](../glossary.md#cycle) of blocks, per generation.
+* Figures are medians of {ROUNDS} generations, after {LEARNING} that are not measured.
 """
 
 
@@ -139,7 +145,7 @@ def main() -> None:
         if arguments.only in kind[0]:
             torch._dynamo.reset()
             rows.append(_row(kind))
-    headers = ("cache", "miss", "of its bound", "hit", "of its bound", "jumps")
+    headers = ("cache", "miss", "miss / bound", "hit", "hit / bound", "jumps")
     table = tabulate(rows, headers=headers, disable_numparse=True)
     text = f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n\n```\n{table}\n```\n"
     print(text)

@@ -21,6 +21,19 @@ from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify, verify_together
 
 RUNS = 5
+ABOUT = f"""\
+# Time to verify a plan for {BLOCKS} blocks
+
+{{today}}, `make bench`, torch {{torch}}.
+
+A [plan](../glossary.md#plan) for {{title}}, on {{machine}}, is verified. It has {{regions}}
+[regions](../glossary.md#region), {{collectives}} collectives and {{chunks}} [chunks](../glossary.md#chunk). The second row
+verifies it together with another program in the same [arena](../glossary.md#arena).
+
+```
+{{table}}
+```
+"""
 
 
 def main() -> None:
@@ -41,11 +54,17 @@ def main() -> None:
     headers = ("verified", "operations", "edges", "first", "median", f"slowest of {RUNS}")
     table = tabulate(rows, headers=headers, disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in smallest.plan.streamed)
-    about = (
-        f"{date.today()}, `make bench`, torch {torch.__version__}. {title}, on {machine.name}:\n"
-        f"{len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks."
+    text = ABOUT.format(
+        today=date.today(),
+        torch=torch.__version__,
+        title=title,
+        machine=machine.name,
+        regions=len(cut.problem.regions),
+        collectives=len(cut.problem.collectives),
+        chunks=chunks,
+        table=table,
     )
-    arguments.out.write_text(f"# Verifying {BLOCKS} blocks\n\n{about}\n\n```\n{table}\n```\n")
+    arguments.out.write_text(text)
 
 
 def _times(work: Callable[[], object]) -> tuple[str, str, str]:
