@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table dist clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -81,7 +81,7 @@ $(VLLM_OMNI_VENV)/ready: pyproject.toml tests/servers/requirements-vllm-omni.txt
 
 # The server on Ray Serve, in an environment of its own: ten minutes on two cores.
 test-ray: .venv-ray/ready
-	$(FROM_SOURCE) .venv-ray/bin/python -m pytest -rs tests/servers/test_serve_ray.py
+	$(FROM_SOURCE) .venv-ray/bin/python -m pytest -rs tests/servers/test_serving.py tests/servers/test_serve_ray.py
 
 .venv-ray/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-ray
@@ -174,6 +174,10 @@ published: $(VENV)/ready
 # What each way to run a model on several GPUs reaches: traces five models for three numbers of ranks, in twenty minutes.
 several-gpus: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
+
+# The sizing table of the page on deployment; PLAN=--plan plans again, in ten minutes.
+sizing: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/sizing.py $(PLAN)
 
 # The chart and the table of the README, from what was measured and planned; PLAN=--plan plans again, in twenty minutes.
 readme-table: $(VENV)/ready

@@ -1,27 +1,24 @@
-"""A server of a diffusers pipeline on Ray Serve, its weights streamed by ChunkFlow: one replica a GPU, or a Ulysses group.
+"""A server of a diffusers pipeline on Ray Serve, its weights streamed by ChunkFlow: a GPU or a Ulysses group per replica.
 
     pip install '.[diffusers,ray]'
     python examples/serve_ray.py Wan-AI/Wan2.2-T2V-A14B-Diffusers --memory 24GiB --ulysses 2 --replicas 4
     python examples/serve_ray.py flux --tiny  # a small random pipeline, runs anywhere
-    curl localhost:8000/generate -H "content-type: application/json" -d '{"prompt": "a paper boat", "seed": 1}'
+    curl localhost:8000/generate -H "content-type: application/json" -d '{"prompt": "a boat", "format": "png"}' > boat.png
 
-Ray Serve has the HTTP server, the queue, the routing, the health checks and the restarts.  ``Front`` refuses what is wrong or
-too large, and sends a request again if its replica dies; ``Generator`` is a replica, which takes one request at a time.  A
-generation is a function of its request, so that any replica gives the same bytes.  docs/servers-ray.md has the rest.
+Ray Serve provides the HTTP server, the queue, the routing, the health checks and the restarts.  ``Front`` rejects requests
+that are invalid or too large, and sends a request again if its replica dies; ``Generator`` is a replica, which runs one
+request at a time.  The same request gives the same frames on any replica.  docs/servers-ray.md is the manual.
 """
 
 import argparse
 import asyncio
-import base64
 import functools
-import inspect
-import io
+import json
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +27,20 @@ import torch.distributed as dist
 
 try:
     import ray
-    from fastapi import FastAPI, HTTPException
+    from fastapi import FastAPI, HTTPException, Response
     from prometheus_client import CollectorRegistry
-    from pydantic import BaseModel, ConfigDict, Field
     from ray import serve
     from ray.exceptions import RayActorError
     from ray.serve.exceptions import BackPressureError
     from ray.util.metrics import Gauge
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from serving import MEDIA, Request, as_json, build, generate, parse, warm_up
 except ModuleNotFoundError as error:
     raise SystemExit(f"serve_ray.py needs {error.name}: pip install '.[diffusers,ray]'") from None
 
 from needs import need
 
 import chunkflow_compile
-from chunkflow_compile import use_adapters
 from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.servers.admit import Admitter
 
@@ -54,56 +50,13 @@ FRONT, GENERATORS = "front", "generators"
 ATTEMPTS = 3
 # Seconds that the ranks of a group get to meet after an error.
 TOGETHER = 10.0
-# What the metrics say of a generation, in its answer.
+# Figures in an answer, by the metrics that they are from.
 COUNTED = {
     "moved_bytes": "chunkflow_moved_bytes_total",
     "predicted_s": "chunkflow_call_predicted_seconds_total",
     "measured_s": "chunkflow_call_seconds_sum",
 }
 http = FastAPI()
-
-
-class Request(BaseModel):
-    """One generation.  ``num_frames``: of a video; ``adapter``: the name of a LoRA that the server was started with."""
-
-    model_config = ConfigDict(extra="forbid")
-    prompt: str = Field(min_length=1)
-    height: int = Field(512, ge=16, le=4096, multiple_of=16)
-    width: int = Field(512, ge=16, le=4096, multiple_of=16)
-    num_frames: int | None = Field(None, ge=1, le=1024)
-    steps: int = Field(28, ge=1, le=1000)
-    seed: int = Field(0, ge=0, lt=2**63)
-    adapter: str | None = None
-
-
-def build(arguments: argparse.Namespace) -> Any:
-    """The pipeline with its adapters, its weights in host memory."""
-    if arguments.tiny:
-        from small_pipelines import small_pipeline
-
-        pipe = small_pipeline(arguments.model)
-    else:
-        from diffusers import DiffusionPipeline
-
-        pipe = DiffusionPipeline.from_pretrained(arguments.model, torch_dtype=torch.bfloat16)
-    for name, path in arguments.adapter.items():
-        pipe.load_lora_weights(path, adapter_name=name)
-    return pipe
-
-
-def generate(pipe: Any, request: Request) -> list[str]:
-    """The image, or the frames of the video, as PNGs in base64.  Raises ValueError for what the pipeline does not take."""
-    call = request.model_dump(exclude={"steps", "seed", "adapter"}, exclude_none=True)
-    if unknown := call.keys() - inspect.signature(pipe.__call__).parameters.keys():
-        raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: leave it out.")
-    noise = torch.Generator().manual_seed(request.seed)
-    with use_adapters(pipe, request.adapter) if hasattr(pipe, "set_adapters") else nullcontext():
-        found = pipe(**call, num_inference_steps=request.steps, generator=noise, output_type="pil")[0]
-    frames = found[0] if isinstance(found[0], list) else found
-    files = [io.BytesIO() for _ in frames]
-    for frame, file in zip(frames, files, strict=True):
-        frame.save(file, "PNG")
-    return [base64.b64encode(file.getvalue()).decode() for file in files]
 
 
 class Rank:
@@ -124,11 +77,12 @@ class Rank:
                     enable_ulysses(model, arguments.ulysses)
         for path in arguments.warm:
             torch.compiler.load_cache_artifacts(Path(path).read_bytes())
-        given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
-        chunkflow_compile.compile(self.pipe, device=self.device, memory=arguments.memory, **given)
+        chunkflow_compile.compile(self.pipe, device=self.device, memory=arguments.memory, **arguments.options)
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
         chunkflow_compile.metrics(self.pipe, registry=self.registry)
         self.thread = ThreadPoolExecutor(1)
+        for request in warm_up(arguments):  # Serve counts the replica as running once this has returned
+            self.thread.submit(generate, self.pipe, request).result()
 
     async def run(self, method: str, *given: Any) -> Any:
         """Call a method in the thread, after the calls that came before."""
@@ -137,13 +91,13 @@ class Rank:
     def generate(self, request: Request) -> dict[str, Any]:
         before, begun = self._publish(), time.perf_counter()
         try:
-            frames = generate(self.pipe, request)
+            files = generate(self.pipe, request)
         # The request is to blame, on any replica; diffusers asserts that the Ulysses degree divides its tokens.
         except (ValueError, AssertionError, chunkflow_compile.ChunkflowError) as error:
             raise ValueError(str(error).splitlines()[0]) from None  # what torch put on the error cannot be sent
         seconds, after = time.perf_counter() - begun, self._publish()
         counted = {field: after[name] - before.get(name, 0) for field, name in COUNTED.items()}
-        return {"frames": frames, "seconds": seconds, **counted}
+        return {"files": files, "seconds": seconds, **counted}
 
     def _publish(self) -> dict[str, float]:
         """Give ChunkFlow's metrics to Ray, which each node exports with its own; return each, summed over the models."""
@@ -213,45 +167,76 @@ class Generator:
 @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=3600)
 @serve.ingress(http)
 class Front:
-    """Takes requests over HTTP, and refuses those that are wrong or too large before they wait for a replica."""
+    """Takes requests over HTTP, and rejects invalid and too large ones before they wait for a replica."""
 
-    def __init__(self, generators: Any, arguments: argparse.Namespace) -> None:
-        self.generators, self.adapters, self.most = generators, arguments.adapter, arguments.seconds
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.adapters, self.longest = arguments.adapter, arguments.seconds
+        self.generators: Any = None  # a handle, from the first replica that is ready on
         self.admitter: Admitter | None = None
         self.asking = asyncio.Lock()
 
+    @http.get("/healthz")
+    async def healthz(self) -> dict[str, str]:
+        """Liveness: this process answers."""
+        return {"status": "ok"}
+
+    @http.get("/readyz")
+    async def readyz(self) -> dict[str, Any]:
+        """Readiness: a replica has loaded its weights and generated the sizes of the warm-up."""
+        states = await asyncio.get_running_loop().run_in_executor(None, states_of_replicas)
+        if not states.get("RUNNING"):
+            raise HTTPException(503, f"No replica is ready: {states or 'none has started'}.", {"retry-after": "10"})
+        self.generators = self.generators or serve.get_deployment_handle("Generator", GENERATORS)
+        return {"status": "ready", "replicas": states}
+
     async def admit(self, request: Request) -> chunkflow_compile.servers.admit.Admission:
-        """Whether a request fits and how long it takes: asked here, before it waits for a replica."""
+        """Whether a request fits and how long it takes, before it waits for a replica."""
         async with self.asking:
             if self.admitter is None:
                 self.admitter = await self.generators.admitter.remote()
-        sizes = request.model_dump(include={"height", "width", "num_frames"}, exclude_none=True)
-        ask = functools.partial(self.admitter.admit, num_inference_steps=request.steps, **sizes)
+        ask = functools.partial(self.admitter.admit, **request.sizes())
         return await asyncio.get_running_loop().run_in_executor(None, ask)
 
     @http.post("/generate")
-    async def generate(self, request: Request) -> dict[str, Any]:
+    async def generate(self, request: Request) -> Any:
         if request.adapter is not None and request.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise HTTPException(422, f"There is no adapter {request.adapter!r}; this server has: {known}.")
+        if self.generators is None:
+            await self.readyz()  # raises until a replica was ready once; later, requests wait while replicas restart
         for _ in range(ATTEMPTS):
             try:
-                answer = await self.admit(request)
-                if not answer.fits:
-                    raise HTTPException(413, f"The request does not fit: {answer.reason}")
-                if self.most is not None and answer.total_s > self.most:
-                    text = f"The request would take {answer.total_s:.0f} s; this server takes {self.most:.0f}: ask for less."
+                expected = await self.admit(request)
+                if not expected.fits:
+                    raise HTTPException(413, f"The request does not fit: {expected.reason}")
+                if self.longest is not None and expected.total_s > self.longest:
+                    text = f"The request would take {expected.total_s:.0f} s; the limit is {self.longest:.0f} s."
                     raise HTTPException(413, text)
-                return {**await self.generators.generate.remote(request), "admitted_s": answer.total_s}
+                return answer(request, await self.generators.generate.remote(request), expected.total_s)
             except chunkflow_compile.ChunkflowError as error:
                 raise HTTPException(422, str(error)) from error
-            except ValueError as error:  # as Ray brings it
-                raise HTTPException(422, str(error.cause)) from error
+            except ValueError as error:  # Ray wraps the replica's error
+                raise HTTPException(422, str(getattr(error, "cause", error))) from error
             except BackPressureError as error:
                 raise HTTPException(503, "The queue is full: ask again later.", {"retry-after": "10"}) from error
             except RayActorError:
-                print("A replica died: Serve sends no request again, so this does.", flush=True)
+                print("A replica died, and its request is sent again.", flush=True)
         raise HTTPException(500, f"{ATTEMPTS} replicas died with this request.")
+
+
+def answer(request: Request, result: dict[str, Any], admitted_s: float) -> Any:
+    """A file with the figures in a header, or all of it as JSON."""
+    files, figures = result.pop("files"), {**result, "admitted_s": admitted_s}
+    if request.format == "json":
+        return {"frames": as_json(files), **figures}
+    return Response(files[0], media_type=MEDIA[request.format], headers={"x-chunkflow": json.dumps(figures)})
+
+
+def states_of_replicas() -> dict[str, int]:
+    """The number of replicas by Serve's name of their state, such as STARTING or RUNNING."""
+    app = serve.status().applications.get(GENERATORS)
+    deployments = app.deployments.values() if app else ()
+    return {str(getattr(s, "value", s)): n for each in deployments for s, n in each.replica_states.items() if n}
 
 
 def resources(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -269,34 +254,14 @@ def replicas(arguments: argparse.Namespace) -> serve.Application:
     return Generator.options(num_replicas=arguments.replicas, **options).bind(arguments)
 
 
-def parse(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a pipeline on the hub or in a folder; with --tiny a name in small_pipelines.py")
-    parser.add_argument("--tiny", action="store_true", help="a small random pipeline, without a GPU")
-    parser.add_argument("--memory", help="most bytes on a device, such as 24GiB (default: what is free)")
-    parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="ranks of a replica")
-    parser.add_argument("--replicas", type=int, default=1, metavar="N")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA; may be repeated")
-    saved = "of torch.compiler.save_cache_artifacts(); may be repeated"
-    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help=saved)
-    parser.add_argument("--seconds", type=float, metavar="S", help="longest request, by its predicted time")
-    parser.add_argument("--queue", type=int, default=100, metavar="N", help="most requests that wait for a replica")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    found = parser.parse_args(given)
-    found.adapter = dict(pair.split("=", 1) for pair in found.adapter)
-    found.memory = found.memory or ("1MiB" if found.tiny else None)
-    return found
-
-
 def main() -> None:
-    arguments = parse()
+    arguments = parse(__doc__)
     need("diffusers", "transformers")  # the rest is checked above
     small = {"num_cpus": arguments.replicas * arguments.ulysses, "object_store_memory": 100 << 20}
     ray.init(**({**small, "include_dashboard": False} if arguments.tiny else {}))
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
-    generators = serve.run(replicas(arguments), name=GENERATORS, route_prefix=None)
-    serve.run(Front.bind(generators, arguments), name=FRONT, route_prefix="/")
+    serve.run(Front.bind(arguments), name=FRONT, route_prefix="/")  # first: it answers probes while replicas start
+    serve.run(replicas(arguments), name=GENERATORS, route_prefix=None)
     for node in ray.nodes():
         print(f"metrics: http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", flush=True)
     stop = threading.Event()

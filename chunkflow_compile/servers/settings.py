@@ -1,4 +1,4 @@
-"""What the user of a server has set in the environment, and whether the plug-in knows the server's release."""
+"""The settings of a server's user, from the environment, and the check of the server's release."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MEMORY = "CHUNKFLOW_MEMORY"
 OPTIONS = "CHUNKFLOW_OPTIONS"
 PORT = "CHUNKFLOW_METRICS_PORT"
+IGNORE_VERSION = "CHUNKFLOW_IGNORE_VERSION"
 _EXAMPLE = 'such as {"lowering": "eager"}'
 
 _log = logging.getLogger(__name__)
@@ -30,14 +31,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """``memory``: most weight bytes of one transformer on the device, such as "12GiB".  ``options``: other options of the
-    backend.  ``port``: at which rank 0 serves metrics, and each other rank at its number above; None for none.
-    ``peers``: as in ``offload``, with the ranks of the server, which are those of the default process group."""
+    """``memory``: limit for the weights of one transformer on the device, such as "12GiB".  ``options``: other options of
+    the backend.  ``port``: the port at which rank 0 serves metrics, or None; each other rank adds its number.  ``peers``: as
+    in ``offload``, with the ranks of the server, which are those of the default process group.  ``ignore_version``: whether
+    to stream in an unsupported release of the server, too."""
 
     memory: str
     options: Mapping[str, Any]
     port: int | None = None
     peers: OnPeers = False
+    ignore_version: bool = False
 
     def place(self, model: nn.Module, device: torch.device | None) -> nn.Module:
         """Offload a transformer, for the device of its weights by default; return it.  With ``peers``, all ranks must do so.
@@ -52,13 +55,27 @@ class Settings:
             refuse_no_peers(self.peers, None, target_of(model, device), chosen)
         return offload(model, device, min_bytes=chosen.min_bytes, peers=self.peers)
 
+    def check_release(self, distribution: str, oldest: str, before: str) -> None:
+        """Raises ChunkflowError if the installed release of a server is older than ``oldest``, or not below ``before``; with
+        ``ignore_version`` logs a warning instead."""
+        installed = version(distribution)
+        if _numbers(oldest) <= _numbers(installed) < _numbers(before):
+            return
+        found = f"This is {distribution} {installed}, and ChunkFlow's plug-in supports versions from {oldest} to below {before}"
+        if not self.ignore_version:
+            raise ChunkflowError(
+                f"{found}. Install a supported version, unset {MEMORY} to serve without streaming, or set "
+                f"{IGNORE_VERSION}=1 to try this one."
+            )
+        _log.warning("%s: %s=1 uses it all the same.", found, IGNORE_VERSION)
+
 
 def settings_from(environ: Mapping[str, str]) -> Settings | None:
-    """The settings in an environment; None where ``CHUNKFLOW_MEMORY`` is not set or empty.
+    """The settings in an environment, or None where ``CHUNKFLOW_MEMORY`` is not set or empty.
 
     ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``, and of ``peers``.
-    ``CHUNKFLOW_METRICS_PORT``: a port for Prometheus.  Raises ChunkflowError that names the variable for a memory that is no
-    size, for options that are no JSON object or that the backend does not have, and for what is no port.
+    ``CHUNKFLOW_METRICS_PORT``: a port for Prometheus.  ``CHUNKFLOW_IGNORE_VERSION``: 1 to accept any release of the server.
+    Raises ChunkflowError that names the variable if its value is invalid, or if an option is unknown.
     """
     memory = environ.get(MEMORY, "").strip()
     if not memory:
@@ -77,7 +94,10 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
     except ChunkflowError as error:
         raise ChunkflowError(f"{OPTIONS}: {error}") from error
     peers = options.pop("peers", False)
-    return Settings(memory, options, _port(environ.get(PORT, "").strip()), peers)
+    ignored = environ.get(IGNORE_VERSION, "").strip()
+    if ignored not in ("", "0", "1"):
+        raise ChunkflowError(f"{IGNORE_VERSION}={ignored!r} is neither 0 nor 1.")
+    return Settings(memory, options, _port(environ.get(PORT, "").strip()), peers, ignored == "1")
 
 
 def _parsed(memory: str, *, peers: OnPeers = False, **options: Any) -> Options:
@@ -95,23 +115,6 @@ def _port(text: str) -> int | None:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ChunkflowError(f"{PORT}={text!r} is no port: give a number from 1 to 65535, such as 9400.")
     return int(text)
-
-
-def known_release(distribution: str, oldest: str, before: str) -> bool:
-    """Whether the installed release of a server is at least ``oldest`` and below ``before``; warns if it is not."""
-    installed = version(distribution)
-    if _numbers(oldest) <= _numbers(installed) < _numbers(before):
-        return True
-    _log.warning(
-        "This is %s %s, and the plug-in of ChunkFlow knows %s up to below %s: it does nothing, and no weights stream. "
-        "Install such a release, or unset %s.",
-        distribution,
-        installed,
-        oldest,
-        before,
-        MEMORY,
-    )
-    return False
 
 
 def _numbers(release: str) -> tuple[int, ...]:

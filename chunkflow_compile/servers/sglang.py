@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.servers.settings import MEMORY, Settings, known_release, settings_from
+from chunkflow_compile.servers.settings import MEMORY, Settings, settings_from
 
-# The hooks are on functions that no interface of SGLang promises: only releases that were tried are known.
+# The hooks wrap functions outside SGLang's public interface: only tested releases are supported.
 OLDEST, BEFORE = "0.5.23", "0.5.24"
 
 _log = logging.getLogger(__name__)
@@ -26,13 +26,15 @@ _RESIDENCY = f"{_RUNTIME}managers.memory_managers.component_manager."
 
 
 def plugin() -> None:
-    """Register the hooks if ``CHUNKFLOW_MEMORY`` is set; ends the server, with a sentence, for bad settings."""
+    """Register the hooks if ``CHUNKFLOW_MEMORY`` is set.  Ends the server, with a sentence, if a setting is invalid or the
+    release of SGLang is not supported."""
     try:
         settings = settings_from(os.environ)
+        if settings is None:
+            return
+        settings.check_release("sglang", OLDEST, BEFORE)
     except ChunkflowError as error:
-        raise SystemExit(str(error)) from error  # of an Exception, SGLang makes a line in the log and serves without us
-    if settings is None or not known_release("sglang", OLDEST, BEFORE):
-        return
+        raise SystemExit(str(error)) from error  # SGLang logs an Exception, and serves without the plug-in
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 
     hooks = Hooks(settings)

@@ -1,8 +1,7 @@
 """The plug-in of vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
 
 vLLM-Omni calls ``plug_in`` in each of its processes, by the entry point ``vllm_omni.general_plugins``, before it loads a
-model.  It has no hooks for a plug-in, so three of its functions are wrapped, all in ``plug_in`` and for the releases that it
-knows: the loader leaves the model on the host, the transformers are offloaded where the server would install its own
+model.  It has no hooks for a plug-in, so ``plug_in`` wraps three of its functions, for the supported releases: the loader leaves the model on the host, the transformers are offloaded where the server would install its own
 offloading, and compiled where the server compiles them.
 """
 
@@ -15,20 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.servers.settings import MEMORY, Settings, known_release, settings_from
+from chunkflow_compile.servers.settings import MEMORY, Settings, settings_from
 
 _log = logging.getLogger("vllm_omni.chunkflow")  # the server's log shows what is below vllm_omni
 _DIT = "dit"  # its name for the transformers, as a component that is offloaded
 
 
 def plug_in() -> None:
-    """Wrap the functions of the server; nothing without ``CHUNKFLOW_MEMORY``, or in a release that is not known.
+    """Wrap the functions of the server if ``CHUNKFLOW_MEMORY`` is set.
 
-    Raises ChunkflowError for what is wrong in the environment.
+    Raises ChunkflowError if a setting is invalid or the release of vLLM-Omni is not supported: both end its process.
     """
     settings = settings_from(os.environ)
-    if settings is None or not known_release("vllm-omni", "0.30", "0.31"):
+    if settings is None:
         return
+    settings.check_release("vllm-omni", "0.30", "0.31")
     from vllm_omni.diffusion import offloader
     from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
     from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner

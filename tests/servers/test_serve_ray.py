@@ -1,5 +1,5 @@
-"""The server on Ray Serve, as a process of its own: every request is answered with the bytes of the plain pipeline, also
-where a replica is killed, and what is wrong or does not fit is refused with a sentence."""
+"""The server on Ray Serve, as a process: it is ready after its warm-up, every request is answered with the bytes of the
+pipeline without it, also if a replica is killed, and invalid or too large requests get an error in a sentence."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ class Server:
             command = [*self._command, "--port", str(self.port)]
             self.process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
+            self.wait(lambda: self.probe() == (200, 503))  # while replicas start
+            status, said = self.ask(SMALL)
+            assert status == 503 and said["detail"].startswith("No replica is ready"), said
             self.wait(lambda: "metrics: http" in self.said())
+            assert self.probe() == (200, 200)
         except BaseException:
             self._kill()
             raise
@@ -97,13 +101,31 @@ class Server:
         self._seen |= set(found)
         return [child for child in found if "".join(cmdline(child)).startswith(title)]
 
-    def ask(self, request: dict[str, Any]) -> tuple[int, Any]:
-        """The status and the answer."""
+    def probe(self) -> tuple[int, int]:
+        """The status of liveness and readiness, 0 while nothing listens."""
+
+        def status(path: str) -> int:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=HANGS) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as failed:
+                return failed.code
+            except OSError:
+                return 0
+
+        return status("/healthz"), status("/readyz")
+
+    def post(self, request: dict[str, Any]) -> tuple[Any, bytes]:
+        """The answer's headers, and its body.  Raises HTTPError."""
         address, kind = f"http://127.0.0.1:{self.port}/generate", {"content-type": "application/json"}
         asked = urllib.request.Request(address, json.dumps(request).encode(), kind)
+        with urllib.request.urlopen(asked, timeout=HANGS) as answer:
+            return answer.headers, answer.read()
+
+    def ask(self, request: dict[str, Any]) -> tuple[int, Any]:
+        """The status and the answer, JSON."""
         try:
-            with urllib.request.urlopen(asked, timeout=HANGS) as answer:
-                return answer.status, json.load(answer)
+            return 200, json.loads(self.post(request)[1])
         except urllib.error.HTTPError as refused:
             return refused.code, json.load(refused)
 
@@ -156,7 +178,7 @@ def plain(adapters: dict[str, str]) -> Callable[[dict[str, Any]], list[np.ndarra
         pipes[name].load_lora_weights(folder)
 
     def generate(request: dict[str, Any]) -> list[np.ndarray]:
-        call = {name: request[name] for name in ("prompt", "height", "width")}
+        call = {name: request[name] for name in request.keys() - {"steps", "seed", "adapter"}}
         noise = torch.Generator().manual_seed(request.get("seed", 0))
         pipe = pipes[request.get("adapter")]
         output = pipe(**call, num_inference_steps=request["steps"], generator=noise, output_type="pil")
@@ -170,16 +192,22 @@ def equal(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
 
 
 def test_a_replica(tmp_path: Path, adapters: dict[str, str], plain: Callable[..., Any]) -> None:
-    with Server(tmp_path, "flux", "--adapter", f"ink={adapters['ink']}", *MOST) as server:
+    started = ("flux", "--warm-up", "32x32", "--adapter", f"ink={adapters['ink']}", *MOST)
+    with Server(tmp_path, *started) as server:
         seen = []
-        for changed in ({}, {"seed": 7}, {"adapter": "ink"}, {}):
+        guided = {"negative_prompt": "blurred", "true_cfg_scale": 4.0}
+        for changed in ({}, {"seed": 7}, {"adapter": "ink"}, {"guidance_scale": 9.0}, guided, {}):
             seen.append(server.frames({**SMALL, **changed}))
             assert equal(seen[-1], plain({**SMALL, **changed})), changed
-        assert not equal(seen[0], seen[1]) and not equal(seen[0], seen[2])
+        assert not any(equal(seen[0], other) for other in seen[1:-1])
+        headers, file = server.post({**SMALL, "format": "png"})
+        assert headers["content-type"] == "image/png" and json.loads(headers["x-chunkflow"])["moved_bytes"] > 0
+        assert equal([np.asarray(Image.open(io.BytesIO(file)))], seen[0])
         for changed, status, said in (
             ({"adapter": "oil"}, 422, "There is no adapter 'oil'; this server has: ink."),
             ({"height": 33}, 422, "multiple of 16"),
-            ({"height": 4096, "width": 4096}, 413, "this server takes 5: ask for less."),
+            ({"height": 4096, "width": 4096}, 413, "the limit is 5 s."),
+            ({"format": "mp4"}, 422, "FluxPipeline generates images, and mp4 is for videos"),
             ({"hight": 32}, 422, "Extra inputs are not permitted"),
             ({"prompt": ""}, 422, "at least 1 character"),
             ({"num_frames": 5}, 422, "FluxPipeline has no argument 'num_frames'"),
@@ -220,7 +248,7 @@ def test_a_replica_is_killed(tmp_path: Path, adapters: dict[str, str], plain: Ca
             assert equal(answer.result(HANGS), plain(request)), request
         for answer in refused:
             status, said = answer.result(HANGS)
-            assert status == 413 and "this server takes 5" in said["detail"]
+            assert status == 413 and "the limit is 5 s" in said["detail"]
         server.wait(lambda: {*server.children(REPLICA)} - {killed, other})
 
 
@@ -230,8 +258,10 @@ def test_a_group(tmp_path: Path) -> None:
     request = {**SMALL, "num_frames": 5}
     call = {"prompt": SMALL["prompt"], "height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 3}
     want = small_pipeline("wan")(**call, generator=torch.Generator().manual_seed(0), output_type="pil").frames[0]
-    with Server(tmp_path, "wan", "--ulysses", "2") as server:
+    with Server(tmp_path, "wan", "--ulysses", "2", "--warm-up", "32x32x5") as server:
         first = server.frames(request)
+        headers, video = server.post({**request, "format": "mp4"})
+        assert headers["content-type"] == "video/mp4" and video[4:8] == b"ftyp"
         assert len(first) == len(want) == 5
         for frame, alone in zip(first, want, strict=True):
             assert np.abs(frame.astype(int) - np.asarray(alone).astype(int)).max() <= 1  # of 255

@@ -1,7 +1,8 @@
-"""What the plug-ins of servers read of the environment, and the releases that they know."""
+"""What the plug-ins of servers read from the environment, and the releases that they support."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from helpers import Stack
 from chunkflow_compile import offload, restore
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placement_of
-from chunkflow_compile.servers.settings import Settings, known_release, settings_from
+from chunkflow_compile.servers.settings import Settings, settings_from
 
 CPU = torch.device("cpu")
 GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
@@ -37,6 +38,8 @@ GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
         ({"CHUNKFLOW_MEMORY": " 5 MB "}, Settings("5 MB", {})),
         ({**GIB, "CHUNKFLOW_METRICS_PORT": "9400"}, Settings("1GiB", {}, 9400)),
         ({**GIB, "CHUNKFLOW_OPTIONS": '{"peers": "auto"}'}, Settings("1GiB", {}, peers="auto")),
+        ({**GIB, "CHUNKFLOW_IGNORE_VERSION": "0"}, Settings("1GiB", {})),
+        ({**GIB, "CHUNKFLOW_IGNORE_VERSION": "1"}, Settings("1GiB", {}, ignore_version=True)),
         ({**GIB, "CHUNKFLOW_OPTIONS": '{"pack": true, "peers": true}'}, Settings("1GiB", {"pack": True}, peers=True)),
     ],
 )
@@ -74,6 +77,7 @@ def test_a_plug_in_serves_the_metrics_of_all_its_models() -> None:
         ("OPTIONS", '{"peer": true}', ": Unknown option 'peer'; did you mean 'peers'?"),
         ("OPTIONS", '{"slowdown": 1.1}', ": Give memory or slowdown, not both"),
         ("METRICS_PORT", "x", "='x' is no port"),
+        ("IGNORE_VERSION", "yes", "='yes' is neither 0 nor 1."),
     ],
 )
 def test_bad_settings_are_refused(name: str, value: str, said: str) -> None:
@@ -157,17 +161,33 @@ def test_without_memory_nothing_is_imported(work: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "known"),
+    ("installed", "supported"),
     [("0.5.23.post1", True), ("0.5.30", True), ("0.5.22", False), ("0.6.0rc1", False), ("dev", False)],
 )
-def test_an_unknown_release_is_warned_of(
-    installed: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_unsupported_release_raises_an_error_unless_it_is_ignored(
+    installed: str, supported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: installed)
-    with caplog.at_level(logging.WARNING):
-        assert known_release("aserver", "0.5.23", "0.6") is known
-    said = (
-        f"This is aserver {installed}, and the plug-in of ChunkFlow knows 0.5.23 up to below 0.6: it does nothing, and no "
-        "weights stream. Install such a release, or unset CHUNKFLOW_MEMORY."
+    found = f"This is aserver {installed}, and ChunkFlow's plug-in supports versions from 0.5.23 to below 0.6"
+    fix = (
+        ". Install a supported version, unset CHUNKFLOW_MEMORY to serve without streaming, or set "
+        "CHUNKFLOW_IGNORE_VERSION=1 to try this one."
     )
-    assert [record.getMessage() for record in caplog.records] == ([] if known else [said])
+    with contextlib.nullcontext() if supported else pytest.raises(ChunkflowError, match=f"^{re.escape(found + fix)}$"):
+        Settings("1GiB", {}).check_release("aserver", "0.5.23", "0.6")
+    with caplog.at_level(logging.WARNING):
+        Settings("1GiB", {}, ignore_version=True).check_release("aserver", "0.5.23", "0.6")
+    said = f"{found}: CHUNKFLOW_IGNORE_VERSION=1 uses it all the same."
+    assert [record.getMessage() for record in caplog.records] == ([] if supported else [said])
+
+
+def test_both_plug_ins_end_their_server_in_an_unsupported_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang goes on after any Exception of a plug-in, vLLM-Omni does not."""
+    from chunkflow_compile.servers import sglang, vllm_omni
+
+    monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: "99.0")
+    monkeypatch.setenv("CHUNKFLOW_MEMORY", "1GiB")
+    with pytest.raises(SystemExit, match=r"^This is sglang 99\.0, and .* from 0\.5\.23 to below 0\.5\.24\. Install"):
+        sglang.plugin()
+    with pytest.raises(ChunkflowError, match=r"^This is vllm-omni 99\.0, and .* from 0\.30 to below 0\.31\. Install"):
+        vllm_omni.plug_in()

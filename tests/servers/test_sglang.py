@@ -248,13 +248,14 @@ def test_bad_settings_end_the_server_with_a_sentence(monkeypatch: pytest.MonkeyP
         plugin_module.plugin()
 
 
-def test_an_unknown_release_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_release_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry
 
     before = {target: len(hooks) for target, hooks in HookRegistry._hooks.items()}
+    monkeypatch.setenv("CHUNKFLOW_MEMORY", "8GiB")
     monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: "0.6.1")
-    plugin_module.plugin()
-    assert "This is sglang 0.6.1" in caplog.text
+    with pytest.raises(SystemExit, match=r"^This is sglang 0\.6\.1, and"):
+        plugin_module.plugin()
     assert {target: len(hooks) for target, hooks in HookRegistry._hooks.items()} == before
 
 

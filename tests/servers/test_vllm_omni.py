@@ -136,15 +136,12 @@ def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
             assert torch.equal(call(model, name, 0), plain)
 
 
-def test_an_unknown_release_of_the_server_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unsupported_release_of_the_server_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: "0.31.0")
     theirs = [getattr(owner, name) for owner, name in WRAPPED]
-    with plugged_in("8GiB"):
-        assert [getattr(owner, name) for owner, name in WRAPPED] == theirs
-    warned = [r.getMessage() for r in caplog.records if r.name.startswith("chunkflow_compile")]
-    assert len(warned) == 1 and "This is vllm-omni 0.31.0, and the plug-in of ChunkFlow knows 0.30" in warned[0]
+    with pytest.raises(ChunkflowError, match=r"^This is vllm-omni 0\.31\.0, and"), plugged_in("8GiB"):
+        pass
+    assert [getattr(owner, name) for owner, name in WRAPPED] == theirs
 
 
 @pytest.mark.parametrize(
