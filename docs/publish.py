@@ -36,7 +36,7 @@ _LINK = re.compile(r"""(\]\(|\b(?:src|href|srcset)=")([^)\s"]+)(?=[)\s"])""")
 _ITEM = re.compile(r"( *)([*+-]|\d+\.)( +)")
 _ROLE = re.compile(r":[a-z]+:`~?([\w.]+)`")
 # What begins a paragraph of its own in a docstring: the arguments that a line describes, and the errors.
-_ENTRY = re.compile(r"(?:\n|(?<=[.;])  )(?=``\w+``(?:, ``\w+``)*(?: and ``\w+``)?: )")
+_ENTRY = re.compile(r"(?:\n+|(?<=[.;])  )(?=``\w+``(?:, ``\w+``)*(?: and ``\w+``)?: )")
 _RAISES = re.compile(r"\n(?=Raises \w+)")
 
 

@@ -162,6 +162,11 @@ def test_a_type_checker_sees_the_names_that_are_imported_at_their_first_use() ->
     assert {alias.asname: node.module for node in imports for alias in node.names} == chunkflow_compile._HOMES
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    for file, line in {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}"}.items():
+        assert line.format(chunkflow_compile.__version__) in (ROOT / file).read_text().splitlines(), file
+
+
 def test_the_releases_of_torch_that_are_installed_are_those_that_are_tested() -> None:
     (major, oldest), (_, newest) = OLDEST, NEWEST
     assert f'"torch>={major}.{oldest},<{major}.{newest + 1}"' in (ROOT / "pyproject.toml").read_text()
