@@ -131,7 +131,7 @@ docs: $(VENV)/ready
 
 # The documentation as a site in build/site; a warning is an error.  The variable silences an advertisement of the theme.
 site: $(VENV)/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +68,35 @@ def _place(path: str) -> str:
     return OUTER.get(path) or path.removeprefix("docs/")
 
 
-def _in_repository(place: str) -> str:
-    """The inverse of ``_place``, for a page."""
-    return {site: path for path, site in OUTER.items()}.get(place, f"docs/{place}")
-
-
 def _target(page: str, link: str) -> str:
-    """The file of the repository that a page links to; a folder is its README."""
+    """The file of the repository that a page links to; for a folder, its README."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
-    return f"{path}/README.md" if f"{path}/README.md" in OUTER else path
+    return f"{path}/README.md" if (ROOT / path / "README.md").is_file() else path
 
 
-def _outside(page: str) -> Iterator[str]:
-    """The files that a page links to outside of docs/."""
+def _outside(page: str) -> list[str]:
+    """The files outside of docs/ that a page links to."""
     found: list[str] = []
     relinked((ROOT / page).read_text(), lambda link: found.append(_target(page, link)) or link)
-    return (path for path in found if not path.startswith(("docs/", "..")) and (ROOT / path).is_file())
+    return [path for path in found if not path.startswith(("docs/", "..")) and (ROOT / path).is_file()]
+
+
+def _published() -> dict[str, str]:
+    """Place on the site -> path in the repository, of all pages and of the files outside of docs/ that they link to."""
+    left = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")] + list(OUTER)
+    found: dict[str, str] = {}
+    while left:
+        path = left.pop()
+        if _place(path) not in found:
+            found[_place(path)] = path
+            left += _outside(path) if path.endswith(".md") else []
+    return found
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Expand the patterns of the navigation, each to the pages that no entry before it has."""
-    pages = [_place(str(path.relative_to(ROOT))) for path in (ROOT / "docs").rglob("*.md")]
-    config.nav = _expanded(config.nav, sorted([*pages, *OUTER.values(), REFERENCE]))
+    pages = [place for place in _published() if place.endswith(".md")]
+    config.nav = _expanded(config.nav, sorted([*pages, REFERENCE]))
     return config
 
 
@@ -107,10 +115,9 @@ def _expanded(entries: list[Any], left: list[str]) -> list[Any]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages outside of docs/, the files that pages link to, and the reference."""
-    pages = [_in_repository(file.src_uri) for file in files.documentation_pages()]
-    linked = {path for page in (*pages, *OUTER) for path in _outside(page)}
-    for path in sorted({*OUTER, *linked}):
-        files.append(File.generated(config, _place(path), abs_src_path=str(ROOT / path)))
+    for place, path in sorted(_published().items()):
+        if not path.startswith("docs/"):
+            files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     homes = sorted(chunkflow_compile._HOMES.items(), key=lambda pair: pair[0].lower())
     entries = (f"::: {home}.{name}\n    options:\n      heading: {name}\n" for name, home in homes)
     about = "The public names of `chunkflow_compile`, from their docstrings. [The API](api.md) has the options."
@@ -120,10 +127,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links as the site has them, and lists as Python-Markdown reads them."""
-    here = page.file.src_uri
-    if here == REFERENCE:
+    if page.file.abs_src_path is None:  # the reference
         return markdown
-    source, folder = _in_repository(here), posixpath.dirname(here) or "."
+    source, folder = os.path.relpath(page.file.abs_src_path, ROOT), posixpath.dirname(page.file.src_uri) or "."
     return nested(relinked(markdown, lambda link: posixpath.relpath(_place(_target(source, link)), folder)))
 
 

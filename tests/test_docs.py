@@ -54,6 +54,7 @@ OUTSIDE = {
         "DiffusionModelRunner._compile_transformer",
     },
     "Prometheus": {"PROMETHEUS_MULTIPROC_DIR"},
+    "fields of pyproject.toml and mkdocs.yml": {"Repository", "Documentation", "Issues", "site_url", "repo_url"},
     "a name of OpenTelemetry": {"chunkflow step"},
 }
 
