@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs site bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -129,6 +129,10 @@ soak: $(VENV)/ready
 docs: $(VENV)/ready
 	$(BIN)/chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --out docs/timeline.png
 
+# The documentation as a site in build/site; a warning is an error.  The variable silences an advertisement of the theme.
+site: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
@@ -202,10 +206,17 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[diffusers,dev]'
 	touch $@
 
-# The sdist, and the wheel that is made from it.  The tests check both.
+# The sdist, and the wheel that is made from it.  The tests check both.  On a package index, a link of the README needs the
+# address of the repository: REPOSITORY=https://github.com/owner/name takes the last commit, with links into its tag.
+RELEASE := build/release
 dist: $(VENV)/ready
-	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	rm -rf dist $(RELEASE)
+ifdef REPOSITORY
+	mkdir -p $(RELEASE)
+	git archive HEAD | tar -x -C $(RELEASE)
+	$(BIN)/python docs/publish.py $(REPOSITORY) > $(RELEASE)/README.md
+endif
+	$(BIN)/python -m build --no-isolation --outdir dist $(if $(REPOSITORY),$(RELEASE))
 	$(BIN)/python -m twine check dist/*
 
 clean:

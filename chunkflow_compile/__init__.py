@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from chunkflow_compile.frontend.source_tree import show_backend
 
 if TYPE_CHECKING:
+    from chunkflow_compile.catalog.branches import exchange_branches as exchange_branches
+    from chunkflow_compile.catalog.ulysses import enable_ulysses as enable_ulysses
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
     from chunkflow_compile.passes.graph.declared import register_collective as register_collective
@@ -40,6 +42,8 @@ _HOMES = {
     "compile": "chunkflow_compile.pipeline.api",
     "cycles": "chunkflow_compile.placed.offload",
     "enable_adapters": "chunkflow_compile.frontend.adapters",
+    "enable_ulysses": "chunkflow_compile.catalog.ulysses",
+    "exchange_branches": "chunkflow_compile.catalog.branches",
     "explain": "chunkflow_compile.pipeline.explain",
     "metrics": "chunkflow_compile.pipeline.metrics",
     "offload": "chunkflow_compile.placed.offload",
@@ -54,6 +58,11 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 show_backend()
+
+
+def __dir__() -> list[str]:
+    """The public names only, without the modules and helpers that this file imports."""
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,7 @@ from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.names import STAGES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -58,6 +55,7 @@ OUTSIDE = {
         "DiffusionModelRunner._compile_transformer",
     },
     "Prometheus": {"PROMETHEUS_MULTIPROC_DIR"},
+    "fields of pyproject.toml and mkdocs.yml": {"Repository", "Documentation", "Issues", "site_url", "repo_url"},
     "a name of OpenTelemetry": {"chunkflow step"},
 }
 

@@ -3,6 +3,7 @@ A source tree in one."""
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib.metadata
 import os
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
+import chunkflow_compile
 from chunkflow_compile.frontend.source_tree import ENTRY_POINTS
 from chunkflow_compile.hardware.machine import EXTRAS, install_line
+from chunkflow_compile.releases import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,7 +116,8 @@ def test_the_wheel_brings_the_backend_and_the_passes(bare: Path, tmp_path: Path)
     assert "usage: chunkflow" in outcome([command, "--help"], tmp_path).stdout
     doctor = outcome([command, "doctor"], tmp_path)
     assert doctor.returncode == 0, doctor.stderr
-    assert "pip install 'diffusers>=0.38' transformers accelerate\n" in doctor.stdout, "by the metadata of the wheel"
+    line = "pip install 'diffusers>=0.38' transformers accelerate ftfy sentencepiece protobuf imageio imageio-ffmpeg"
+    assert f"{line}\n" in doctor.stdout, "by the metadata of the wheel"
     # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
     found = run(bare, "import chunkflow_compile.passes.plan as p; print(p.__file__)", ROOT)
     assert found.resolve() == ROOT / "passes" / "plan.py"
@@ -130,6 +134,42 @@ def test_a_source_tree_brings_the_backend(bare: Path, tmp_path: Path, first: str
     """Imported before torch has looked for backends, and after that."""
     found = run(bare, OF_A_SOURCE_TREE.replace("FIRST", first), tmp_path, PYTHONPATH=str(ROOT))
     assert found == ROOT / "chunkflow_compile" / "__init__.py"
+
+
+PUBLIC_NAMES = """
+import sys, chunkflow_compile
+assert dir(chunkflow_compile) == chunkflow_compile.__all__
+assert "torch" not in sys.modules, "a name is imported at its first use"
+from chunkflow_compile import *
+assert all(globals()[name] is getattr(chunkflow_compile, name) for name in chunkflow_compile.__all__)
+assert {"compile", "restore", "enable_ulysses", "exchange_branches"} < globals().keys()
+assert "diffusers" not in sys.modules
+print(chunkflow_compile.__file__)
+"""
+
+
+def test_the_package_lists_its_public_names_and_imports_each_at_its_first_use(tmp_path: Path) -> None:
+    """enable_ulysses is one of them, and needs diffusers only when it is called."""
+    found = run(Path(sys.executable), PUBLIC_NAMES, tmp_path, PYTHONPATH=str(ROOT))
+    assert found == ROOT / "chunkflow_compile" / "__init__.py"
+
+
+def test_a_type_checker_sees_the_names_that_are_imported_at_their_first_use() -> None:
+    """Those of the block TYPE_CHECKING, each from the module that it is imported from when the program runs."""
+    tree = ast.parse((ROOT / "chunkflow_compile" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module for node in imports for alias in node.names} == chunkflow_compile._HOMES
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    for file, line in {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}"}.items():
+        assert line.format(chunkflow_compile.__version__) in (ROOT / file).read_text().splitlines(), file
+
+
+def test_the_releases_of_torch_that_are_installed_are_those_that_are_tested() -> None:
+    (major, oldest), (_, newest) = OLDEST, NEWEST
+    assert f'"torch>={major}.{oldest},<{major}.{newest + 1}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_entry_point_of_a_source_tree_is_that_of_the_wheel() -> None:

@@ -91,8 +91,14 @@ def engines(reason: str | None) -> Finding:
 def health_table(listed: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
     table = fitted([(f.what, f.found, f.verdict) for f in listed], ("what", "found", ""))
-    fixes = [prose(f"{f.what}: {f.fix}".replace(": pip ", ":\n  pip ")) for f in listed if f.fix]
+    fixes = [_fix(f) for f in listed if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
+
+
+def _fix(finding: Finding) -> str:
+    """The fix in lines of prose; a command of pip stays on one line, so that it can be copied."""
+    text, pip, packages = f"{finding.what}: {finding.fix}".partition(": pip ")
+    return f"{prose(text)}:\n  pip {packages}" if pip else prose(text)
 
 
 def _noted(what: str, state: str, fix: str) -> Finding:

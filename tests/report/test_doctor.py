@@ -118,7 +118,7 @@ C++ compiler: Inductor needs one for the CPU: install g++ or set CXX; lowering='
 triton: Inductor needs it for GPUs: install a CUDA build of torch, which includes it
 
 diffusers: the presets, the demo and diffusers pipelines need it:
-  pip install 'diffusers>=0.38' transformers accelerate
+  pip install 'diffusers>=0.38' transformers accelerate ftfy sentencepiece protobuf imageio imageio-ffmpeg
 
 compile cache: another one is used, if there is any: set TORCHINDUCTOR_CACHE_DIR to a folder that
 can be written
