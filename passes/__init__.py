@@ -4,7 +4,7 @@ A module imports only from its own room or from those to the left of it::
 
     types < cost < graph < placement < program < pipeline
 
-The ground floor has the frozen types: errors, hardware, problem, plan, ops.  The rooms above it::
+The ground floor has the frozen types: errors, hardware, problem, plan, ops.  The packages above it::
 
     cost       a region's graph   -> Cost     FLOPs and bytes; or seconds from measurements
     graph      ATen graph         -> Cut      regions, the collectives between them, and their Problem
