@@ -1,15 +1,15 @@
 """Passes: a traced graph in, a verified program out.  No threads, no clocks, no devices.
 
-A module imports only from its own room or from those to the left of it::
+A module imports only from its own package or from packages to its left::
 
     types < cost < graph < placement < program < pipeline
 
-The ground floor has the frozen types: errors, hardware, problem, plan, ops.  The rooms above it::
+The frozen types are in errors, hardware, problem, plan and ops.  The packages above them::
 
     cost       a region's graph   -> Cost     FLOPs and bytes; or seconds from measurements
     graph      ATen graph         -> Cut      regions, the collectives between them, and their Problem
     placement  Problem + Hardware -> Plan     home, slot and windows of every weight, for a goal
     program    Cut + Plan         -> Program  an FX graph with prefetch / wait / evict, proved safe
 
-:mod:`pipeline` runs the passes of all rooms in order.  Nothing here imports the rest of the package.
+:mod:`pipeline` runs the passes of all packages in order.  Nothing here imports the rest of the package.
 """

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_options(said: str, options: Sequence[str]) -> str:
-    """The text of an error that names arguments of Python, with the options of the command for them: the rooms below know
+    """The text of an error that names arguments of Python, with the options of the command for them: the packages below know
     ``memory='4GiB'``, and the user has written ``--memory 4GiB``."""
     names = {option.strip("-").replace("-", "_"): option for option in options}
 

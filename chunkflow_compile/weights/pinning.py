@@ -1,4 +1,4 @@
-"""Pinned host memory of one weight, and the protocol by which this room knows the devices that copy from it."""
+"""Pinned host memory of one weight, and the protocol by which this package knows the devices that copy from it."""
 
 from __future__ import annotations
 
