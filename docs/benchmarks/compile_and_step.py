@@ -62,7 +62,7 @@ each size, the outputs equal the outputs of a model that is compiled for this si
 ```
 
 *Graphs* is the number of graphs compiled so far. The second size recompiles with dynamic shapes. A new batch size
-recompiles once more, and so does a batch of one. All other sizes need only a new [plan](../glossary.md#plan)."""
+recompiles once more, and so does a batch of one. All other sizes need only a [new plan](../glossary.md#plan)."""
 STEPS_TEXT = """\
 The model has 12 blocks of Wan, and all weights are [resident](../glossary.md#resident). Each cell is the median of {steps}
 runs; the arms take turns in one process. Ratios are relative to `chunkflow, whole`. The slowest run of an arm took

@@ -134,7 +134,7 @@ share of the step.
 
 ![step time of each arm in contention](contention_contention.png)
 
-The [plan](../glossary.md#plan) of the arm `misjudged` is made from wrong figures: a link that is twice as fast, and
+[The plan](../glossary.md#plan) of the arm `misjudged` is made from wrong figures: a link that is twice as fast, and
 compute that is twice as slow, as they really are. Its step takes {wrong:.3f} times as long as the step of
 `chunkflow`. The arm `replanned` begins with the same wrong figures and sets `replan_after=2`: its step takes
 {replanned:.3f} times as long.

@@ -1,11 +1,11 @@
-"""The evaluation of the ChunkFlow paper (arXiv 2605.11335), point for point, from the simulator.
+"""The evaluation of the ChunkFlow paper (arXiv 2605.11335), point for point, by the simulator.
 
     python docs/benchmarks/paper.py [--out docs/benchmarks/paper.md] [--keep FOLDER]
 
-Traces twelve configurations at full size without weights (about half a minute each), plans and simulates each policy, and
-writes all figures as JSON beside the page, the page from them, and pictures.  The exit code is 1 if a claim does not hold.
-``--keep``: a folder for the traced problems, from which the next run reads them.  ``--page-only``: makes the page from the
-JSON.
+Traces twelve configurations at full size without weights (about half a minute each), plans and simulates each policy,
+and writes all figures as JSON next to the page, and the page and its pictures from the JSON.  The exit code is 1 if a
+claim does not hold.  ``--keep``: a folder for the traced problems, from which the next run reads them.
+``--page-only``: makes the page and the pictures from the JSON.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def figures(results: list[Result], machine: Hardware) -> dict[str, Any]:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """Figures as JSON, a row of a table in a line."""
+    """Figures as JSON, one row of a table per line."""
     parts = []
     for name, value in found.items():
         if isinstance(value, list) and value:
@@ -70,61 +70,68 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 def document(found: Mapping[str, Any]) -> str:
     """The page of the figures."""
-    fitted = "\n".join(f"* `{k}`: {v}" for k, v in found["fitted"].items())
+    fitted = "\n".join(f"* `{k}`: {v}." for k, v in found["fitted"].items())
     sizes = {r["configuration"].split()[0]: r["weights, GiB"] for r in found["arms"] if r["arm"] == "resident"}
     whole = ", ".join(f"{size:.2f} GiB ({name})" for name, size in sizes.items())
-    held = "; ".join(found["broken"]) or "hold in all configurations"
-    return f"""# The paper's evaluation, from the simulator
+    broken = found["broken"]
+    held = f"These do not hold: {'; '.join(broken)}." if broken else "They hold in all configurations."
+    return f"""# The paper's evaluation, simulated
 
-Simulated on `{found["machine"]}` at Ulysses degree {DEGREE}, bfloat16, chunks of {CHUNK // MIB} MiB; full-size graphs of the
-diffusers classes, traced without weights. Nothing here was run on a GPU. `make paper` writes this page, [all
-figures](paper.json) and pictures: steps, [weights](paper_memory.png), [where the time goes](paper_breakdown.png),
-[roofline](paper_roofline.png).
+Simulated on `{found["machine"]}` at Ulysses degree {DEGREE}, in bfloat16, with [chunks](../glossary.md#chunk) of
+{CHUNK // MIB} MiB. The graphs are full-size graphs of the diffusers classes, traced without weights. Nothing on this page was
+run on a GPU. `make paper` writes this page, [all figures](paper.json), and charts: step time (below),
+[memory](paper_memory.png), [parts of a step](paper_breakdown.png) and [roofline](paper_roofline.png).
 
-Steps are denoising steps (Wan: two forwards), with the paper's numbers of frames and one timestep per sample, also for
-Wan2.2 5B, whose pipeline in diffusers passes one per token. `layerwise` fetches the whole next block while a block computes;
-`layerwise-barrier` also waits for it before the first all-to-all of each block, like the baseline of the paper's reference
-code; `chunkflow` is the smallest plan whose step is at most 2 % longer than with all weights resident (the default); *in its
-memory*, the fastest plan in that of layerwise; *at its step*, the smallest plan at that of layerwise. Weights are the arena
-and the resident ones; in all there are {whole}. *Fits*: copies and
-collectives, which share the link, take no longer than the resident step.
+* Steps are denoising steps (two forwards for Wan), with the paper's numbers of frames. All models get one timestep per
+  sample, also Wan2.2 5B, whose pipeline in diffusers passes one per token.
+* `layerwise` copies the whole next block while a block computes. `layerwise-barrier` also waits for this copy before the
+  first all-to-all of each block, like the paper's baseline.
+* `chunkflow` is the [smallest plan](../glossary.md#plan) whose step is at most 2 % longer than the step with all
+  weights [resident](../glossary.md#resident) (the default). *Same memory* is the fastest plan with the memory of
+  `layerwise`. *Same step* is the smallest plan that is as fast as `layerwise`.
+* Memory in GiB is the [arena](../glossary.md#arena) plus the resident weights. All weights together have {whole}.
+* *Fits* means that copies and collectives, which share PCIe, take no longer than the resident step.
 
 {steps_table(found)}
 
 ![simulated step time](paper_steps.png)
 
-At the smallest sizes, `chunkflow` reaches its step only by keeping half of the weights or more: where the link is too slow,
-only fewer copies help. A step that fits is not always cheap to hide: where blocks differ, copies must run far ahead, in
-memory.
+At the smallest sizes, `chunkflow` reaches its goal only by keeping half of the weights or more on the GPU. If PCIe is too
+slow, only fewer copies help. Copies that fit can still be expensive to hide: if blocks differ, copies must run far ahead,
+which takes memory.
 
-## Compared with measurements
+## Comparison with measurements
 
 {measured_table(found["measured"])}
 
-Fitted to that one configuration, and used for all:
+Two constants were fitted to this one configuration, and are used for all configurations:
 
 {fitted}
 
-The reference code sends 8 all-to-alls a block, of which 6 carry the latent; diffusers, which is simulated here, sends 4. In
-the last columns, every collective has 1.5 times its bytes. One configuration was measured, and two constants were fitted to
-it: this checks consistency, not the other eleven.
+The reference code sends 8 all-to-alls per block, of which 6 carry the latent. diffusers, which is simulated here,
+sends 4. In the last two columns, every collective has 1.5 times its bytes. Only one configuration was measured, and
+two constants were fitted to it. This table therefore checks consistency, but not the other eleven configurations.
 
-## Chunks and critical points
+## Chunk size and critical points
 
 {chunk_sentence(found["chunk size"])}
 
-A block of F FLOPs on one rank hides its copy at F* or above. The size at which F = F* on two ranks, from the paper's closed
-formulas and constants (its B_pref include contention):
+A block of F FLOPs on one rank hides its copy if F is at least F*. The table shows the size at which F = F* on two ranks,
+from the paper's closed formulas and constants (its B_pref includes contention):
 
 {critical_table(found["critical points"])}
 
-Here GEMMs reach {found["gemm, TFLOP/s"]} TFLOP/s and attention {found["attention, TFLOP/s"]}, the paper's 454: blocks hide
-their copies at smaller sizes.
+Here, GEMMs reach {found["gemm, TFLOP/s"]} TFLOP/s and attention reaches {found["attention, TFLOP/s"]} TFLOP/s; the paper
+assumes 454 TFLOP/s. Blocks therefore hide their copies at smaller sizes than in the paper.
 
-## Claims that must hold
+## Claims
 
-The default plan is within 2 % of resident (its goal) wherever the step fits; the plan in layerwise's memory is never slower
-than layerwise, and the plan at its step never larger; the measured steps are predicted within 15 %: {held}.
+The following claims are checked. {held}
+
+* The step of the default plan is within 2 % of the resident step (its goal) wherever the copies fit.
+* The plan with the memory of `layerwise` is never slower than `layerwise`.
+* The plan with the step time of `layerwise` is never larger than `layerwise`.
+* The measured steps are predicted within 15 %.
 """
 
 
@@ -145,8 +152,8 @@ def steps_table(found: Mapping[str, Any]) -> str:
         fits = "yes" if roof["fits the link beside collectives"] else "no"
         rows.append((name, *(f"{x:.3f}" for x in steps), *(f"{x:.2f}" for x in (*sizes, small)), fits))
     return _table(
-        rows, "", "resident, s", "layerwise", "-barrier", "chunkflow", "in its memory",
-        "layerwise, GiB", "chunkflow", "at its step", "fits",
+        rows, "", "resident, s", "layerwise, s", "-barrier, s", "chunkflow, s", "same memory, s",
+        "layerwise, GiB", "chunkflow, GiB", "same step, GiB", "fits",
     )  # fmt: skip
 
 
@@ -158,11 +165,13 @@ def measured_table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]  # fmt: skip
-    return _table(cells, "", "arm", "measured, s", "simulated, s", "off, %", "at 1.5 times the bytes, s", "off, %")
+    return _table(
+        cells, "", "arm", "measured, s", "simulated, s", "error, %", "with 1.5 times the bytes, s", "error, %"
+    )
 
 
 def chunk_sentence(rows: Sequence[Row]) -> str:
-    """What chunk sizes make of the first of the configurations, in layerwise's memory."""
+    """The effect of the chunk size on the first configuration, with the memory of layerwise."""
     name = rows[0]["configuration"]
     first, *_, last = [row for row in rows if row["configuration"] == name]
 
@@ -170,8 +179,8 @@ def chunk_sentence(rows: Sequence[Row]) -> str:
         return f"{first[heading]:{form}} to {last[heading]:{form}}"
 
     return (
-        f"Chunks of {both('chunk, MiB', 'd')} MiB: the longest that a collective would wait for one is "
-        f"{both('tail, ms', '.2f')} ms,\nand {name} in layerwise's memory takes {both('step, s', '.3f')} s."
+        f"With chunks of {both('chunk, MiB', 'd')} MiB, a collective would wait for one chunk for at most "
+        f"{both('tail, ms', '.2f')} ms.\nA step of {name} with the memory of `layerwise` takes {both('step, s', '.3f')} s."
     )
 
 
@@ -184,28 +193,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The paper's evaluation, from the simulator.")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--keep", type=Path, help="folder for the traced problems, from which the next run reads them")
-    parser.add_argument("--page-only", action="store_true", help="make the page from the JSON beside it")
+    parser.add_argument(
+        "--page-only", action="store_true", help="make the page and the pictures from the JSON next to it"
+    )
     arguments = parser.parse_args()
     kept = arguments.out.with_suffix(".json")
     if not arguments.page_only:
-        kept.write_text(as_text(measure(arguments.keep, arguments.out.parent)))
+        kept.write_text(as_text(measure(arguments.keep)))
     found = json.loads(kept.read_text())
+    draw(found, arguments.out.parent)
     arguments.out.write_text(document(found))
     for sentence in found["broken"]:
         print(f"does not hold: {sentence}", file=sys.stderr)
     return 1 if found["broken"] else 0
 
 
-def measure(keep: Path | None, folder: Path) -> dict[str, Any]:
-    """All figures, by tracing, planning and simulating.  Draws the pictures into ``folder``."""
+def measure(keep: Path | None) -> dict[str, Any]:
+    """All figures, by tracing, planning and simulating.  ``keep``: a folder for the traced problems, or None."""
     machine = load_profile(MACHINE)
     pairs = list(zip(CASES, trace_all(keep), strict=True))
     results = [play(case, problem, machine) for case, problem in tqdm(pairs, unit="case", desc="planning")]
-    draw_steps(results, folder / "paper_steps.png")
-    draw_memory(results, folder / "paper_memory.png")
-    draw_breakdown(results, folder / "paper_breakdown.png")
-    draw_roofline(results, machine, folder / "paper_roofline.png")
     return figures(results, machine)
+
+
+def draw(found: Mapping[str, Any], folder: Path) -> None:
+    """Draw the pictures of the figures into a folder."""
+    draw_steps(found["arms"], folder / "paper_steps.png")
+    draw_memory(found["arms"], folder / "paper_memory.png")
+    draw_breakdown(found["arms"], folder / "paper_breakdown.png")
+    draw_roofline(found["roofline"], load_profile(found["machine"]), folder / "paper_roofline.png")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The pictures of the paper's evaluation."""
+"""The pictures of the paper's evaluation, drawn from the rows of paper.json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
-from paper_cases import GIB, ROOMY, Result, blocks_of, breakdown
+from paper_cases import CASES, ROOMY
 from paper_formulas import knee as knee_of
+from paper_tables import Row
 
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.report.pictures import new_axes, save_figure
@@ -20,25 +21,24 @@ COLORS = {
 }
 
 
-def draw_steps(results: list[Result], path: Path) -> None:
-    _draw_bars(results, lambda r, arm: r.step(arm), "predicted step, s", path)
+def draw_steps(arms: Sequence[Row], path: Path) -> None:
+    _draw_bars(arms, "step, s", "predicted step time, s", path)
 
 
-def draw_memory(results: list[Result], path: Path) -> None:
-    _draw_bars(results, lambda r, arm: r.plans[arm].device_bytes / GIB, "weights on the device, GiB", path, scale="log")
+def draw_memory(arms: Sequence[Row], path: Path) -> None:
+    _draw_bars(arms, "weights, GiB", "weights on each GPU, GiB", path, scale="log")
 
 
-def _draw_bars(
-    results: list[Result], height: Callable[[Result, str], float], label: str, path: Path, scale: str = "linear"
-) -> None:
-    """Draw a panel for each model, a group for each size, and a bar for each arm."""
+def _draw_bars(arms: Sequence[Row], figure_of: str, label: str, path: Path, scale: str = "linear") -> None:
+    """Draw one panel per model, one group per size, and one bar per arm.  ``figure_of``: heading of the heights."""
+    heights = {(row["configuration"], row["arm"]): row[figure_of] for row in arms}
     figure, axes = new_axes(12, 4, columns=3)
-    for panel, model in zip(axes, dict.fromkeys(r.case.model for r in results), strict=True):
-        mine = [r for r in results if r.case.model == model]
+    for panel, model in zip(axes, dict.fromkeys(case.model for case in CASES), strict=True):
+        mine = [case for case in CASES if case.model == model]
         for i, (arm, color) in enumerate(COLORS.items()):
             places = [k + 0.16 * (i - 2) for k in range(len(mine))]
-            panel.bar(places, [height(r, arm) for r in mine], 0.16, label=arm, color=color)
-        panel.set_xticks(range(len(mine)), [str(r.case.size) for r in mine])
+            panel.bar(places, [heights[case.name, arm] for case in mine], 0.16, label=arm, color=color)
+        panel.set_xticks(range(len(mine)), [str(case.size) for case in mine])
         panel.set_yscale(scale)
         panel.set_xlabel("samples" if model == "flux.1-dev" else "frames")
         panel.set_title(model, fontsize=10)
@@ -48,30 +48,31 @@ def _draw_bars(
     save_figure(figure, path)
 
 
-def draw_breakdown(results: list[Result], path: Path) -> None:
+def draw_breakdown(arms: Sequence[Row], path: Path) -> None:
     figure, axes = new_axes(12, 4.6)
     labels, base = [], 0.0
     parts = ("compute", "collectives", "H2D stall", "contention")
     colors = ("#2a6f97", "#8fb996", "#e0a458", "#b5523b")
-    for r in results:
-        for arm in ("resident", "layerwise", "layerwise-barrier", "chunkflow"):
+    for case in CASES:
+        for row in (row for row in arms if row["configuration"] == case.name and row["arm"] != ROOMY):
             bottom = 0.0
-            for part, color, share in zip(parts, colors, breakdown(r, arm), strict=True):
-                height = share * r.step(arm) / r.step("resident")
+            for part, color in zip(parts, colors, strict=True):
+                height = row[f"{part}, %"] / 100 * row["to resident"]
                 axes.bar(base, height, 0.8, bottom=bottom, color=color, label=part if not labels else None)
                 bottom += height
-            labels.append((base, f"{r.case.name} {arm}"))
+            labels.append((base, f"{case.name} {row['arm']}"))
             base += 1
         base += 0.8
     axes.set_xticks([x for x, _ in labels], [t for _, t in labels], rotation=90, fontsize=6)
     axes.margins(x=0.01)
-    axes.set_ylim(top=1.06 * max(r.step(arm) / r.step("resident") for r in results for arm in r.plans))
-    axes.set_ylabel("step, of resident")
+    axes.set_ylim(top=1.06 * max(row["to resident"] for row in arms))
+    axes.set_ylabel("step time / resident")
     axes.legend(fontsize=8)
     save_figure(figure, path)
 
 
-def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
+def draw_roofline(rows: Sequence[Row], machine: Hardware, path: Path) -> None:
+    intensities = {row["configuration"]: row["FLOP/byte"] for row in rows}
     figure, axes = new_axes(8, 4.6)
     roof = machine.flops("bfloat16")
     knee = knee_of(
@@ -87,15 +88,15 @@ def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
     axes.annotate("GPU roof", (spread[1], roof), ha="right", va="bottom", fontsize=8)
     axes.annotate("H2D roof", (spread[0] * 1.2, spread[0] * 1.2 * machine.copy_rate), ha="left", va="top", fontsize=8)
     looks = {"wan2.2-ti2v-5b": ("o", "#2a6f97"), "flux.1-dev": ("s", "#e0a458"), "hunyuanvideo": ("^", "#b5523b")}
-    for row, (model, (marker, color)) in enumerate(looks.items()):
-        for r in (r for r in results if r.case.model == model):
-            flops, nbytes = blocks_of(r.problem)
-            point = (flops / nbytes, min(roof, flops / nbytes * machine.copy_rate))
-            axes.plot(*point, marker, color=color, label=model if r.case.size in (41, 4, 9) else None)
+    for below, (model, (marker, color)) in enumerate(looks.items()):
+        for case in (case for case in CASES if case.model == model):
+            intensity = intensities[case.name]
+            point = (intensity, min(roof, intensity * machine.copy_rate))
+            axes.plot(*point, marker, color=color, label=model if case.size in (41, 4, 9) else None)
             axes.annotate(
-                str(r.case.size),
+                str(case.size),
                 point,
-                (0, -14 - 11 * row),
+                (0, -14 - 11 * below),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7,
@@ -104,6 +105,6 @@ def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
     axes.legend(fontsize=8, loc="lower right", title="frames or samples")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("FLOP of a rank's block per byte of its weights")
-    axes.set_ylabel("FLOP/s while its weights stream")
+    axes.set_xlabel("FLOPs of a block on one rank, per byte of its weights")
+    axes.set_ylabel("FLOP/s while its weights are copied")
     save_figure(figure, path)

@@ -23,7 +23,7 @@ from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 
-# Seconds a step, of the public reference code at this configuration: no offload, and its layerwise baseline.
+# Seconds per step of the public reference code in this configuration: without offload, and with its layerwise baseline.
 MEASURED = {("wan2.2-ti2v-5b", 81): {"resident": 1.302, "layerwise-barrier": 1.886}}
 
 # Of the 8 all-to-alls per block of the reference code, 6 carry the latent and 2 the short text; diffusers sends 4.
@@ -60,7 +60,7 @@ def arms_rows(results: list[Result]) -> list[Row]:
 
 
 def measured_rows(results: list[Result]) -> list[Row]:
-    """The arms that were measured, as predicted, and with as many bytes a collective as the reference code has."""
+    """The measured arms: their predictions, and predictions with as many bytes per collective as in the reference code."""
     return [
         {
             "configuration": r.case.name,
@@ -81,11 +81,11 @@ def claims(results: list[Result]) -> list[str]:
     broken = []
     for r, small in zip(results, at_layerwise_step(results), strict=True):
         if r.fits and r.step("chunkflow") > 1.0201 * r.step("resident"):
-            broken.append(f"{r.case.name}: the link has room, but chunkflow is more than 2 % above resident")
+            broken.append(f"{r.case.name}: the copies fit, but chunkflow is more than 2 % slower than resident")
         if r.step(ROOMY) > r.step("layerwise") * (1 + 1e-9):
-            broken.append(f"{r.case.name}: the plan in layerwise's memory is slower than layerwise")
+            broken.append(f"{r.case.name}: the plan with the memory of layerwise is slower than layerwise")
         if small.device_bytes > r.plans["layerwise"].device_bytes:
-            broken.append(f"{r.case.name}: the plan at layerwise's step is larger than layerwise")
+            broken.append(f"{r.case.name}: the plan with the step time of layerwise is larger than layerwise")
         for arm, seconds in MEASURED.get((r.case.model, r.case.size), {}).items():
             if abs(off := r.step(arm) / seconds - 1) > 0.15:
                 broken.append(f"{r.case.name} {arm}: {100 * off:+.1f} % off the measured step")

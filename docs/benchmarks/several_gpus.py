@@ -350,7 +350,7 @@ its two experts, because one expert runs in a step. `make several-gpus` writes t
 * *ChunkFlow, [peers](../glossary.md#peers)* keeps
   [weights on the GPUs of other ranks](../guide.md#weights-on-the-devices-of-other-ranks) (`--peers`), with the GPU memory of
   HSDP.
-* *ChunkFlow, mix* is the smallest [plan](../glossary.md#plan) whose forward takes at most 1.02 times the baseline. Its
+* *ChunkFlow, mix* is the [smallest plan](../glossary.md#plan) whose forward takes at most 1.02 times the baseline. Its
   weights are on the GPU, on peers, and in host memory (`--peers auto`).
 * DLO and HSDP are the [policies](../planning.md#simulation) `distributed-layerwise` and `fsdp`. They model
   [how other systems use several GPUs](../planning.md#how-other-systems-use-several-gpus), and are compared with

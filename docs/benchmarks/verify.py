@@ -26,7 +26,7 @@ ABOUT = f"""\
 
 {{today}}, `make bench`, torch {{torch}}.
 
-A [plan](../glossary.md#plan) for {{title}}, on {{machine}}, is verified. It has {{regions}}
+[A plan](../glossary.md#plan) for {{title}}, on {{machine}}, is verified. It has {{regions}}
 [regions](../glossary.md#region), {{collectives}} collectives and {{chunks}} [chunks](../glossary.md#chunk). The second row
 verifies it together with another program in the same [arena](../glossary.md#arena).
 
