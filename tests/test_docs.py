@@ -20,7 +20,7 @@ from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.names import STAGES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
