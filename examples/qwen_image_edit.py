@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--image", help="the image to edit (default: one colour)")
     parser.add_argument("--prompt", default="a paper boat on a river")
     arguments = parser.parse_args()
-    need("diffusers", "transformers")
+    need("diffusers", "transformers", *([] if arguments.tiny else ["torchvision"]))  # Qwen2VLProcessor imports it
     from PIL import Image
 
     image = Image.open(arguments.image) if arguments.image else Image.new("RGB", (64, 64), (120, 30, 200))
