@@ -73,6 +73,7 @@ GPUS = {
 }
 MODELS = {
     "flux.1-dev": "FLUX.1-dev",
+    "wan2.2-ti2v-5b": "Wan2.2 5B",
 }
 CASES = tuple((model, gpu) for model in MODELS for gpu in GPUS)
 
