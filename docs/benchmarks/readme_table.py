@@ -1,386 +1,240 @@
-"""The chart and the table of the README: forwards measured on single GPUs, and forwards planned for others.
+"""The generated parts of the README (its first figures, the table by GPU, the charts), and the page methods.md.
 
-    python docs/benchmarks/readme_table.py           # from the JSON of the GPUs' pages and from readme_planned.json
-    python docs/benchmarks/readme_table.py --plan    # plans first: traces five models, twenty minutes of one core
+    python docs/benchmarks/readme_table.py           # from the JSON files in this folder
+    python docs/benchmarks/readme_table.py --plan    # plans again first: traces five models, more than an hour of one core
 
-Measured forwards are those of the cases in ``h100.json`` and ``h200.json``.  Planned ones are what ``chunkflow
-simulate`` predicts, on regions cut at blocks and collectives only.  Every label (model, frames, resolution, form of the
-timestep, forwards per step) is made from the workload that a case records.  Needs no network; the chart needs matplotlib.
+Rows by GPU are those of ``readme_gpus.json``, and what ``h100.json`` measured.  Every label (model, frames, resolution, form
+of the timestep, forwards per step) is made from the workload that a row records.  Needs no network; charts need matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
+import methods
+import readme_gpus
+from methods import BENCHMARKS, DOCS, filled
+from readme_gpus import CHUNKFLOW, DRIVES, GIB, GPUS, GROUP, HOST_OF_32_GB, IN_ITS_MEMORY, MODEL, MODELS, PACKED, Row
 from tabulate import tabulate
-from tqdm import tqdm
 
-from chunkflow_compile.catalog.eager_cost import eager_cost
-from chunkflow_compile.catalog.presets import Preset, Workload, preset
-from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.peers import on_peers
-from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.placement.choice import to_peers
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, place
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
-from chunkflow_compile.simulate.group_offload import play_group_offload, there_and_back_s
 
-BENCHMARKS = Path(__file__).parent
-DOCS = BENCHMARKS.parent
 README = DOCS.parent / "README.md"
-PLANNED = BENCHMARKS / "readme_planned.json"
-CHART = DOCS / "measured.png"
+CHART = DOCS / "on_your_gpu.png"
 # The script writes what lies between <!-- NAME: make readme-table --> and the end after it.
 PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
-
-# Page, its case, the GPU, and the arms of ChunkFlow that are shown.
-MEASURED = (
-    ("h200", "wan2.2-ti2v-5b, frames 81", "H200", ("chunkflow",)),
-    ("h100", "flux.1-dev, height 1024, width 1024", "H100", ("chunkflow", "chunkflow@25%", "chunkflow@50%")),
-)
-MODELS = {
-    "flux.1-dev": "FLUX.1-dev",
-    "qwen-image": "Qwen-Image",
-    "wan2.2-ti2v-5b": "Wan2.2 5B",
-    "wan2.2-t2v-a14b": "Wan2.2 A14B",
-    "hunyuanvideo": "HunyuanVideo",
-}
+# The GPU of the examples in sentences, and the arms of h100.json: ChunkFlow, and ChunkFlow in the memory of group offload.
+EXAMPLE, MEASURED_ARMS = "RTX 4060 Ti", ("chunkflow@50%", "chunkflow")
+MEASURED_ON = "H100 SXM"
+COLOURS = ("#4c78a8", "#f2a541", "#d64545", "#59a14f", "#9c6ade", "#7f7f7f")
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """GPUs of one host: their profile, and how many ranks run on them."""
-
-    profile: str
-    ranks: int
-
-    @property
-    def nominal_gib(self) -> int:
-        """Memory of each by its data sheet, in GiB."""
-        return load_profile(self.profile).memory_bytes >> 30
+def measured(folder: Path = BENCHMARKS) -> list[tuple[methods.Row, methods.Row]]:
+    """What was measured with the pipeline's own call: in the memory that is shown, and in that of group offload."""
+    rows = [row for row in methods.measured(folder) if row.gpus == "H100"]
+    return [(rows[2], rows[0])]
 
 
-GPUS = {
-    "RTX 4090": Gpus("rtx-4090-pcie", 1),
-    "RTX 5090": Gpus("rtx-5090-pcie", 1),
-    "H100": Gpus("h100-nvlink", 1),
-    "8 x H100": Gpus("h100-nvlink", 8),
-    "H200": Gpus("h200", 1),
-}
-# A way fits if its bytes are at most the nominal memory of a GPU less this, for the CUDA context, the workspaces of libraries
-# and fragmentation.  Memory that other processes hold is not subtracted.
-RESERVED_GIB = 1
-# Preset, GPUs, and sizes other than the usual ones.  The first is what the H200 measured with one timestep per sample, as
-# the pipeline calls the model.
-CASES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
-    ("wan2.2-ti2v-5b", "H200", {"frames": 81}),
-    *((model, gpus, {}) for model in MODELS for gpus in ("RTX 4090", "RTX 5090", "H100", "8 x H100")),
-)
-# As in several_gpus.py: regions cut at blocks and collectives only, and large chunks.
-GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
-# Of a line of the README.
-WIDTH = 128
-PLAIN, GROUP, CHUNKFLOW = "torch.compile", "group offload", "ChunkFlow"
+def table(rows: Sequence[Row], folder: Path = BENCHMARKS) -> str:
+    """A row for each model on each GPU; measured rows follow the planned ones of their GPU."""
+    lines = []
+    for name in GPUS:
+        lines += [_planned(row) for row in rows if row.gpus == name]
+        lines += [_measured(*pair) for pair in measured(folder)] if name == MEASURED_ON else []
+    head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW} in its memory", MODEL, "")
+    return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """Seconds of one forward, and bytes of weights and activations on each GPU."""
-
-    forward_s: float
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What was measured or planned of a workload on ``gpus``, a key of :data:`GPUS`.
-
-    ``ways``: by name; those that do not fit are included.  ``once_s``: seconds of copies per generation under model
-    offload, None if they were not measured.  ``how``: measured or planned.
-    """
-
-    workload: Workload
-    gpus: str
-    ways: Mapping[str, Way]
-    once_s: float | None
-    how: str
-
-    @property
-    def available(self) -> int:
-        """Bytes of a GPU that a way may take: the nominal ones less those reserved."""
-        return GPUS[self.gpus].nominal_gib - RESERVED_GIB << 30
-
-    def fits(self, way: str) -> bool:
-        return self.ways[way].nbytes <= self.available
-
-
-def measured(folder: Path = BENCHMARKS) -> list[Row]:
-    """The rows that were measured.  Raises ChunkflowError if a page's JSON, or a case of it, is missing."""
-    rows = []
-    for page, case, gpus, arms in MEASURED:
-        path = folder / f"{page}.json"
-        if not path.exists():
-            raise ChunkflowError(
-                f"{path} is missing: it has what was measured on the {gpus}. Restore it from version control."
-            )
-        cases = json.loads(path.read_text())["cases"]
-        if case not in cases:
-            raise ChunkflowError(f"{path} has no case {case!r}; it has {', '.join(cases)}.")
-        workload, found = Workload.from_json(cases[case]["workload"]), cases[case]["record"]
-        for arm in arms:
-            named = {PLAIN: "inductor", GROUP: "diffusers-group-offload-compiled", CHUNKFLOW: arm}
-            ways = {  # a step of the benchmark is one forward
-                way: Way(forward_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a])
-                for way, a in named.items()
-            }
-            rows.append(Row(workload=workload, gpus=gpus, ways=ways, once_s=None, how="measured"))
-    return rows
-
-
-def planned(path: Path = PLANNED) -> list[Row]:
-    """The rows that are planned.  Raises ChunkflowError if their file is missing."""
-    if not path.exists():
-        raise ChunkflowError(f"{path} is missing: it has the planned forwards. Write it again with --plan.")
-    return [_row(body) for body in json.loads(path.read_text())]
-
-
-def _row(body: Mapping[str, Any]) -> Row:
-    ways = {name: Way(**way) for name, way in body["ways"].items()}
-    return Row(**{**body, "workload": Workload.from_json(body["workload"]), "ways": ways})
-
-
-def cases() -> Iterator[tuple[Workload, str]]:
-    """The workloads that are planned, each with its GPUs, in the order of the table."""
-    for model, gpus, sizes in CASES:
-        known = preset(model)
-        yield known.workload(replace(known.sizes, **sizes)), gpus
-
-
-def plan(workload: Workload, ranks: int) -> list[Row]:
-    """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
-    known = preset(workload.model)
-    cut = make_cut(replace(known.trace(ranks, workload.sizes), fused=True), GROUP_BYTES)
-    activations = _activations(known, workload) // ranks  # those of a rank are of its part of the tokens
-    return [
-        _on(workload, cut, activations, gpus)
-        for each, gpus in cases()
-        if each == workload and GPUS[gpus].ranks == ranks
+def _planned(row: Row) -> tuple[str, ...]:
+    on = row.on
+    if row.fits(CHUNKFLOW):
+        way = row.ways[CHUNKFLOW]
+        ours = (f"{on.budget} GiB", seconds(way.forward_s), f"**{seconds(row.step_s(CHUNKFLOW))}**")
+    else:
+        ours = (needed(row.least), "", "")
+    same = seconds(row.step_s(IN_ITS_MEMORY)) if IN_ITS_MEMORY in row.ways else ""
+    others = [
+        f"{seconds(row.step_s(way))}, {gib(row.ways[way].nbytes)}" if row.fits(way) else needed(row.ways[way].nbytes)
+        for way in (GROUP, MODEL)
     ]
+    return (gpu(row.gpus), MODELS[row.workload.model], *ours, others[0], same, others[1], row.how)
 
 
-def _activations(known: Preset, workload: Workload) -> int:
-    import torch
-
-    return eager_cost(partial(known.build, workload.sizes, torch.device("cpu")), torch.bfloat16).activations
-
-
-def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
-    hardware, ranks, problem = load_profile(GPUS[gpus].profile), GPUS[gpus].ranks, cut.problem
-    planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
-    group = play_group_offload(problem, hardware)
-    ways = {
-        PLAIN: _way(planned(problem, policy="resident"), activations),
-        GROUP: Way(forward_s=group.timeline.step_s, nbytes=group.device_bytes + activations),
-    }
-    row = Row(
-        workload=workload,
-        gpus=gpus,
-        ways=ways,
-        once_s=there_and_back_s(problem.total_bytes, hardware),
-        how="planned",
-    )
-    smallest = partial(planned, slowdown=DEFAULT_SLOWDOWN)
-    if not hardware.why_no_peers(ranks):
-        rate = hardware.rate_beside_pulls(ranks)
-        problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
-    chosen = smallest(problem)
-    if chosen.device_bytes < group.device_bytes:  # give it the same bytes
-        chosen = planned(problem, memory=group.device_bytes)
-    if chosen.device_bytes + activations > row.available:
-        chosen = planned(problem, memory=row.available - activations)
-    return replace(row, ways={**ways, CHUNKFLOW: _way(chosen, activations)})
+def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
+    """The transformer alone; a forward is a step where there is one forward per step."""
+    times = [
+        row.workload.forwards * row.ways[way].forward_s
+        for row, way in ((ours, CHUNKFLOW), (ours, GROUP), (same, CHUNKFLOW))
+    ]
+    mine, group = ours.ways[CHUNKFLOW], ours.ways[GROUP]
+    again = f"{seconds(times[2])}, {gib(same.ways[CHUNKFLOW].nbytes)}"
+    cells = (gib(mine.nbytes), seconds(mine.forward_s), f"**{seconds(times[0])}**")
+    model = MODELS[ours.workload.model]
+    return (gpu(MEASURED_ON), model, *cells, f"{seconds(times[1])}, {gib(group.nbytes)}", again, "", ours.how)
 
 
-def _way(plan: Plan, activations: int) -> Way:
-    assert plan.predicted is not None
-    return Way(forward_s=plan.predicted.step_s, nbytes=plan.device_bytes + activations)
+def gpu(name: str) -> str:
+    """A GPU as the first column names it."""
+    on = GPUS[name]
+    return f"{on.ranks} x {on.memory} GB: {on.card}" if on.ranks > 1 else f"{on.memory} GB: {on.card}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The table of the README."""
-    return tabulate(
-        [
-            (
-                MODELS[row.workload.model],
-                row.workload.sizes,
-                row.workload.timestep,
-                row.workload.forwards,
-                row.gpus,
-                _cell(row, PLAIN),
-                "" if row.once_s is None else f"{row.once_s:.0f} s" if row.fits(PLAIN) else "does not fit",
-                _cell(row, GROUP),
-                _cell(row, CHUNKFLOW),
-                row.how,
-            )
-            for row in rows
-        ],
-        headers=(
-            "model",
-            "output",
-            "one timestep per",
-            "forwards per step",
-            "GPU",
-            f"`{PLAIN}`",
-            "model offload, extra per generation",
-            GROUP,
-            f"**{CHUNKFLOW}**",
-            "",
-        ),
-        tablefmt="github",
-    )
+def seconds(value: float) -> str:
+    """A time, as text."""
+    return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
-def legend() -> str:
-    """What "does not fit" compares with."""
-    nominal = ", ".join(f"{name} {gpus.nominal_gib} GiB" for name, gpus in GPUS.items() if gpus.ranks == 1)
-    return _filled(
-        f"*Does not fit*: weights and activations take more than the nominal memory of a GPU ({nominal}) less "
-        f"{RESERVED_GIB} GiB for the CUDA context, the workspaces of libraries and fragmentation. Memory that other "
-        "processes hold is not subtracted."
-    )
+def gib(nbytes: float) -> str:
+    """Memory, as text."""
+    return f"{nbytes / GIB:.1f} GiB"
 
 
-def _filled(text: str) -> str:
-    """In lines of at most WIDTH, a number and its unit in one line."""
-    together = re.sub(r"(?<=\d) (?=s\b|ms|GiB)", "\u00a0", text)
-    return fill(together, width=WIDTH, break_long_words=False, break_on_hyphens=False).replace("\u00a0", " ")
+def needed(nbytes: int) -> str:
+    """What does not fit."""
+    return f"needs {gib(nbytes)}"
 
 
-def _cell(row: Row, way: str) -> str:
-    if not row.fits(way):
-        return f"{row.ways[way].nbytes / 2**30:.0f} GiB: does not fit"
-    return ", ".join(_figures(row.ways[way]))
+def models(rows: Sequence[Row]) -> str:
+    """What the rows of each model compute, and the host memory that it takes."""
+    lines = []
+    for model, name in MODELS.items():
+        row = next(row for row in rows if row.workload.model == model)
+        work = row.workload
+        lines.append(
+            (name, work.sizes, work.timestep, work.forwards, gib(row.host), gib(row.host_packed), *_short(rows, model))
+        )
+    head = ("model", "output", "one timestep per", "forwards per step", "host memory", f"with `{PACKED}`")
+    on = f"step with `host_memory={_size(HOST_OF_32_GB)}`, {EXAMPLE}"
+    return tabulate(lines, headers=(*head, on), tablefmt="github", disable_numparse=True)
 
 
-def _figures(way: Way) -> tuple[str, str]:
-    """Time and memory, as text."""
-    time = f"{way.forward_s:.1f} s" if way.forward_s >= 10 else f"{way.forward_s:.2f} s"
-    if way.forward_s < 1:
-        time = f"{1e3 * way.forward_s:.0f} ms"
-    return time, f"{way.nbytes / 2**30:.1f} GiB"
+def _short(rows: Sequence[Row], model: str) -> tuple[str]:
+    """The step on the example's GPU where the weights do not fit the host memory of 32 GB, by the rate of the drive."""
+    row = _example(rows, model)
+    ways = [(rate, row.step_s(way)) for way, rate in DRIVES.items() if way in row.ways]
+    return (", ".join(f"{seconds(step_s)} at {rate / 1e9:g} GB/s" for rate, step_s in ways) or "all weights fit",)
 
 
-def groups(shown: Sequence[Row]) -> dict[str, dict[str, Way]]:
-    """The bars of the chart: for each workload on a GPU its label, and the ways by theirs."""
-    bars = dict[str, dict[str, Way]]()
-    for row in shown:
-        known, forwards = row.workload, f"{row.workload.forwards} forward{'s' * (row.workload.forwards > 1)} per step"
-        mine = bars.setdefault(f"{MODELS[known.model]}, {known}, {forwards}, {row.gpus}: {row.how}", {})
-        ours = f"{CHUNKFLOW}, {_figures(row.ways[CHUNKFLOW])[1]}"
-        mine |= {**row.ways, ours: row.ways[CHUNKFLOW]}
-        mine.pop(CHUNKFLOW)
-    return bars
-
-
-def draw(shown: Sequence[Row], path: Path) -> None:
-    """The chart.  Raises ChunkflowError without matplotlib."""
-    check_picture(path)
-    bars = groups(shown)
-    figure, axes = new_axes(9.0, 1.1 + 0.21 * sum(1.5 + len(ways) for ways in bars.values()), columns=2)
-    colours = {PLAIN: "#9aa5b1", GROUP: "#f2a541", CHUNKFLOW: "#4c78a8"}
-    for axis, unit, scale in zip(axes, ("time of one forward, ms", "GPU memory, GiB"), (1e3, 2**-30), strict=True):
-        y, ticks, most = 0.0, dict[float, str](), 0.0
-        for title, ways in bars.items():
-            if axis is axes[0]:
-                white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-                axis.text(0, y, title, fontsize=8, weight="bold", va="center", bbox=white).set_in_layout(False)
-                axis.set_zorder(1)  # titles reach over the other axis
-            for name, way in ways.items():
-                y += 1
-                value = scale * (way.forward_s if scale > 1 else way.nbytes)
-                hatch = "" if title.endswith("measured") else "///"
-                color = colours[name.partition(",")[0]]
-                drawn = axis.barh(y, value, color=color, edgecolor="white", hatch=hatch, height=0.75)
-                axis.bar_label(drawn, fmt="%.0f" if scale > 1 else "%.1f", padding=3, fontsize=8)
-                ticks[y], most = name, max(most, value)
-            y += 1.5
-        axis.set(xlabel=unit, xlim=(0, 1.18 * most), ylim=(y - 0.75, -0.75))
-        axis.set_yticks(list(ticks), ticks.values() if axis is axes[0] else [""] * len(ticks), fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.patch.set_visible(False)
-    save_figure(figure, path)
-
-
-def digest(shown: Sequence[Row]) -> str:
-    """Of what the chart shows, so that a stale one is found without drawing it."""
-    bars = {title: {name: asdict(way) for name, way in ways.items()} for title, ways in groups(shown).items()}
-    return sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def pair(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """The forward that was measured with another form of the timestep than the pipeline's, and the pipeline's, planned.
-
-    Raises ChunkflowError if there are no two such rows.
-    """
+def _example(rows: Sequence[Row], model: str) -> Row:
+    """The row of a model on the GPU of the examples.  Raises ChunkflowError if it is not planned."""
     for row in rows:
-        as_called = replace(row.workload, timestep=preset(row.workload.model).timestep)
-        for other in rows:
-            if other.workload == as_called != row.workload and (other.gpus, row.how) == (row.gpus, "measured"):
-                return row, other
-    raise ChunkflowError("The planned forwards lack the measured one as the pipeline calls it. Plan it with --plan.")
+        if (row.workload.model, row.gpus) == (model, EXAMPLE):
+            return row
+    raise ChunkflowError(f"The planned rows lack {model} on the {EXAMPLE}. Plan them with --plan.")
 
 
-def all_rows() -> list[Row]:
-    """Those of the table, in its order: a measured workload, and the same as its pipeline calls it, come first."""
-    return sorted([*measured(), *planned()], key=lambda row: row.gpus != MEASURED[0][2])
-
-
-def in_chart(rows: Sequence[Row]) -> list[Row]:
-    """What was measured, and the planned row that belongs to one of these."""
-    called = pair(rows)[1]
-    return [row for row in rows if row.how == "measured" or row is called]
+def _size(nbytes: int) -> str:
+    return f'"{nbytes // GIB}GiB"'
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """The first sentences with figures."""
-    run, called = pair(rows)
-    page = next(page for page, _, gpus, _ in MEASURED if gpus == run.gpus)
-
-    def figures(row: Row, way: str) -> str:
-        return " and ".join(_figures(row.ways[way]))
-
-    return _filled(
-        f"Measured on [one {run.gpus}](docs/benchmarks/{page}.md) with random weights: one forward of "
-        f"{MODELS[run.workload.model]} ({run.workload}) takes **{figures(run, CHUNKFLOW)}** of GPU memory, versus "
-        f"{figures(run, PLAIN)} with `torch.compile` alone and {figures(run, GROUP)} with diffusers' group offload. "
-        f"The pipeline of this model passes one timestep per {called.workload.timestep} and runs {called.workload.forwards} "
-        f"forwards per step: such a forward ({called.workload}) is {called.how}, not measured, at "
-        f"{figures(called, CHUNKFLOW)}, versus {figures(called, PLAIN)}, and {figures(called, GROUP)}; planned memory counts "
-        "the activations of eager mode, an upper estimate."
+    """The first figures: planned for a GPU on which the model does not fit, and measured."""
+    row, (ours, _) = _example(rows, "flux.1-dev"), measured()[0]
+    model, on = MODELS[row.workload.model], f"{row.on.memory} GB {row.gpus}"
+    mine, alone = (methods.figures(ours.ways[way]) for way in (CHUNKFLOW, methods.PLAIN))
+    group = f"{seconds(row.step_s(GROUP))} and {gib(row.ways[GROUP].nbytes)}"
+    return filled(
+        f"{model} in bfloat16 ({row.workload.sizes}) on a {on} is planned at "
+        f"**{seconds(row.step_s(CHUNKFLOW))} per step with `memory={_size(row.on.budget * GIB)}`**; group offload in "
+        f"diffusers takes {group}, and model offload "
+        f"{needed(row.ways[MODEL].nbytes)}. Measured on one H100: {mine[0]} and {mine[1]} per forward, versus {alone[0]} and "
+        f"{alone[1]} with `torch.compile` alone."
     )
 
 
+def short_of_ram(rows: Sequence[Row]) -> str:
+    """What to do with 32 GB of RAM, and what it costs."""
+    row = _example(rows, "flux.1-dev")
+    budget = f"memory={_size(row.on.budget * GIB)}"
+    drives = " and ".join(
+        f"{seconds(row.step_s(way))} from an SSD that reads {r / 1e9:g} GB/s" for way, r in DRIVES.items()
+    )
+    return filled(
+        f"**With 32 GB of RAM** the {gib(row.host)} of {MODELS[row.workload.model]} do not fit next to the operating system. "
+        f"`compile(pipe, {budget}, pack=True)` stores weights in bfloat16 in {gib(row.host_packed)} without loss, planned at "
+        f"{seconds(row.step_s(PACKED))} per step on the {row.gpus}. `compile(pipe, {budget}, "
+        f"host_memory={_size(HOST_OF_32_GB)})` leaves the other weights on the drive and reads the streamed ones of them in "
+        f"every step: {drives}, instead of {seconds(row.step_s(CHUNKFLOW))}."
+    )
+
+
+def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """What the charts show: for each model its curves by GPU, and single points; GiB and seconds of a step."""
+    data = dict[str, dict[str, Any]]()
+    for row in (row for row in rows if row.curve):
+        work = row.workload
+        forwards = f"{work.forwards} forward{'s' * (work.forwards > 1)} per step"
+        panel = data.setdefault(f"{MODELS[work.model]}, {work}, {forwards}", {"curves": {}, "points": []})
+        curve = [(nbytes / GIB, work.forwards * forward_s) for nbytes, forward_s in row.curve]
+        panel["curves"][gpu(row.gpus)] = curve
+        panel["points"] += [
+            (gpu(row.gpus), way, row.ways[way].nbytes / GIB, row.step_s(way)) for way in (GROUP, MODEL) if row.fits(way)
+        ]
+        if row.gpus == MEASURED_ON:
+            panel["points"] += [
+                (gpu(row.gpus), "measured", each.ways[CHUNKFLOW].nbytes / GIB, each.ways[CHUNKFLOW].forward_s)
+                for pair in measured()
+                for each in pair
+                if each.workload == work
+            ]
+    return data
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """Of what the charts show, so that stale ones are found without drawing them."""
+    return sha256(json.dumps(chart_data(rows), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A chart for each model.  Raises ChunkflowError without matplotlib."""
+    check_picture(path)
+    data = chart_data(rows)
+    figure, axes = new_axes(10.0, 9.5, columns=2, heights=(1.0, 1.0, 1.0))
+    names = [gpu(name) for name in GPUS if GPUS[name].ranks == 1]
+    colour = dict(zip(names, COLOURS, strict=True))
+    markers = {
+        GROUP: ("x", f"{GROUP}, planned"),
+        MODEL: ("s", f"{MODEL}, planned"),
+        "measured": ("*", "ChunkFlow, measured"),
+    }
+    *panels, last = axes.flat
+    for axis, (title, panel) in zip(panels, data.items(), strict=True):
+        for name, curve in panel["curves"].items():
+            axis.plot(*zip(*curve, strict=True), color=colour[name], marker=".", markersize=4, linewidth=1.4)
+        for name, way, nbytes, step_s in panel["points"]:
+            size = 9 if way == "measured" else 6
+            axis.plot(nbytes, step_s, markers[way][0], color=colour[name], markersize=size, markerfacecolor="none")
+        model, _, rest = title.partition(", ")
+        axis.set_title(f"{model}\n{rest}", fontsize=9)
+        axis.set(xlabel="GPU memory, GiB", ylabel="time per step, s", yscale="log", xscale="log")
+        axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(which="both", alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    last.axis("off")
+    for name in names:
+        last.plot([], [], color=colour[name], marker=".", label=f"ChunkFlow, {name}, planned")
+    for mark, label in markers.values():
+        last.plot([], [], mark, color="black", markerfacecolor="none", label=label)
+    last.legend(loc="center", frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
 def written(readme: str, rows: Sequence[Row]) -> str:
-    """The README with the table of these rows, and with the digest of their chart as its title.
+    """The README with its parts made from these rows, and with the digest of the charts as the title of the picture.
 
     Raises ChunkflowError if it has no place for one of them.
     """
-    chart = f'![time and GPU memory of one forward on single GPUs](docs/{CHART.name} "{digest(in_chart(rows))}")'
-    for name, body in (("chart", f"{headline(rows)}\n\n{chart}"), ("table", f"{table(rows)}\n\n{legend()}")):
+    chart = f'![time per step over GPU memory, one chart per model](docs/{CHART.name} "{digest(rows)}")'
+    gpus = f"{table(rows)}\n\n{chart}\n\n{models(rows)}\n\n{short_of_ram(rows)}"
+    for name, body in (("figures", headline(rows)), ("gpus", gpus)):
         before, begin, rest = readme.partition(PART.format(name))
         _, end, after = rest.partition(END)
         if not begin or not end:
@@ -393,39 +247,23 @@ def written(readme: str, rows: Sequence[Row]) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="plan again, into readme_planned.json")
+    parser.add_argument("--plan", action="store_true", help="plan again, into readme_gpus.json and readme_planned.json")
     parser.add_argument("--models", default=",".join(MODELS), help="with --plan: those to plan again, others are kept")
     arguments = parser.parse_args(given)
     try:
         if arguments.plan:
-            _plan_again(arguments.models.split(","))
-        rows = all_rows()
-        text = written(README.read_text(), rows)
-        draw(in_chart(rows), CHART)
+            readme_gpus.plan_again(arguments.models.split(","))
+            methods.plan_again(arguments.models.split(","))
+        rows, forwards = readme_gpus.planned(), methods.all_rows()
+        text, page = written(README.read_text(), rows), methods.page(forwards)
+        draw(rows, CHART)
+        methods.draw(methods.in_chart(forwards), methods.CHART)
         README.write_text(text)
+        methods.PAGE.write_text(page)
     except ChunkflowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _plan_again(models: Sequence[str]) -> None:
-    """Plan the models, and keep the rows of others; the file is written after each."""
-    quiet_diffusers()
-    order = list(cases())
-    todo = dict.fromkeys((w, GPUS[gpus].ranks) for w, gpus in order if w.model in models)
-    for workload, ranks in tqdm(todo, desc="workloads and ranks"):
-        found = {(row.workload, row.gpus): row for row in (planned() if PLANNED.exists() else [])}
-        found |= {(row.workload, row.gpus): row for row in plan(workload, ranks)}
-        rows = [_as_json(found[case]) for case in order if case in found]  # a case that is gone leaves no row
-        PLANNED.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    body = asdict(row)
-    for way in body["ways"].values():
-        way["forward_s"] = round(way["forward_s"], 6)
-    return body | {"once_s": None if row.once_s is None else round(row.once_s, 3)}
 
 
 if __name__ == "__main__":
