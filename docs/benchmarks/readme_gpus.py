@@ -3,8 +3,8 @@
     python docs/benchmarks/readme_gpus.py                 # plans all rows into readme_gpus.json: an hour of one core
     python docs/benchmarks/readme_gpus.py --models flux.1-dev
 
-A row is what ``chunkflow pipeline MODEL --memory SIZE --hardware PROFILE`` predicts for the denoising steps.  Traces are
-kept in the user's cache folder.  Needs no network and no GPU.
+A row is what ``chunkflow pipeline MODEL --memory SIZE --hardware PROFILE`` predicts for the denoising steps, on coarser
+regions, which take less time to plan.  Traces are kept in the user's cache folder.  Needs no network and no GPU.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from tqdm import tqdm
 
+from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import Workload, preset
-from chunkflow_compile.catalog.published import published
+from chunkflow_compile.catalog.published import Encoder, published
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.cli.pipeline import _components
+from chunkflow_compile.cli.pipeline import _cost
 from chunkflow_compile.cli.target import preset_call, trace_entry
-from chunkflow_compile.hardware.headroom import usable
+from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.simulate.generation import Component, least_budget
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
-from chunkflow_compile.weights.progress import Progress
 
 BENCHMARKS = Path(__file__).parent
 PLANNED = BENCHMARKS / "readme_gpus.json"
@@ -53,9 +55,10 @@ MODELS = {
     "hunyuanvideo": "HunyuanVideo",
 }
 COMPILED, MODEL, GROUP, CHUNKFLOW = "torch.compile", "model offload", "group offload", "ChunkFlow"
-# ChunkFlow in the GPU memory that group offload takes; with weights packed; and with weights on a drive of so many bytes/s.
-IN_ITS_MEMORY, PACKED = "ChunkFlow in the memory of group offload", "pack=True"
-DRIVES = {"host_memory, SSD of 3.5 GB/s": 3.5e9, "host_memory, SSD of 7 GB/s": 7e9}
+# ChunkFlow in the GPU memory that group offload takes; with packed weights; and with the weights that exceed host_memory on
+# an SSD that reads so many bytes/s, as an NVMe SSD for PCIe 3.0 does.
+IN_ITS_MEMORY, PACKED, ON_SSD = "ChunkFlow in the memory of group offload", "pack=True", "host_memory, SSD"
+SSD = 3.5e9
 # For weights, on a machine with 32 GB of RAM: the rest is for the operating system, Python and the page cache.
 HOST_OF_32_GB = 22 * GIB
 
@@ -92,8 +95,12 @@ GPUS = {
         Gpus(24, "RTX 4090", "rtx-4090-pcie", 22, ranks=4),
     )
 }
+# The GPU of the examples in sentences, planned with less host memory too.
+EXAMPLE = "RTX 4060 Ti"
+# As in methods.py: regions cut at blocks and collectives only, and large chunks.
+GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
 # Budgets of the curves, in GiB, as far as they are below that of the GPU; a curve begins at the least budget.
-CURVE = (2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 26, 30, 36, 42, 50)
+CURVE = (4, 8, 12, 16, 20, 30, 40, 60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +160,17 @@ def cases() -> Iterator[tuple[str, str]]:
     return ((model, gpus) for gpus in GPUS for model in MODELS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A component other than a transformer, in bytes.  ``small``: its weights that do not stream.  ``grouped``: the weights
+    that group offload keeps on the GPU while it runs."""
+
+    weights: int
+    small: int
+    activations: int
+    grouped: int
+
+
 @dataclass(frozen=True)
 class Planned:
     """A pipeline with its transformer traced for ``ranks`` ranks."""
@@ -161,70 +179,116 @@ class Planned:
     ranks: int
 
     @cached_property
+    def others(self) -> list[Part]:
+        """The encoders and the VAE."""
+        pipeline, found = published(self.model), list[Part]()
+        for encoder in pipeline.encoders:
+            cost = _cost(asdict(encoder), partial(eager_cost, encoder.model_and_inputs, torch.bfloat16))
+            found.append(_part(cost, _grouped(encoder, cost.weights)))
+        decode = partial(pipeline.vae_and_latents, pipeline.transformer.sizes)
+        key = {"decoder of": asdict(pipeline), "sizes": asdict(pipeline.transformer.sizes)}
+        cost = _cost(key, partial(eager_cost, decode, torch.bfloat16, "decode"))
+        return [*found, _part(cost, cost.weights)]
+
+    @cached_property
+    def cost(self) -> EagerCost:
+        """The transformer, on one rank."""
+        known = preset(self.model)
+        key, _ = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
+        return _cost(key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16))
+
+    @cached_property
+    def activations(self) -> int:
+        """Bytes of a rank's part of the tokens."""
+        return self.cost.activations // self.ranks
+
+    @cached_property
     def traced(self) -> Traced:
         known = preset(self.model)
         key, call = preset_call(known, self.ranks, known.sizes, DEFAULT_MIN_BYTES, None, 1)
         return replace(trace_entry(key).get(call), fused=True)
 
     @cached_property
-    def components(self) -> list[Component]:
-        """Those of a rank: activations of the transformer are of its part of the tokens."""
-        pipeline, hardware = published(self.model), load_profile("rtx-4090-pcie")
-        sizes, progress = pipeline.transformer.sizes, Progress(len(pipeline.encoders) + 3)
-        found = _components(pipeline, sizes, pipeline.steps, hardware, True, progress)
-        cut = make_cut(self.traced)
-        return [
-            replace(c, cut=cut, activations=c.activations // self.ranks) if c.name.startswith("transformer") else c
-            for c in found
-        ]
-
-    @property
-    def transformer(self) -> Component:
-        return next(c for c in self.components if c.name == "transformer")
-
-    @property
     def cut(self) -> Cut:
-        assert self.transformer.cut is not None
-        return self.transformer.cut
+        return make_cut(self.traced, GROUP_BYTES)
 
-    def host(self, pack: bool = False) -> int:
+    @property
+    def experts(self) -> int:
+        return published(self.model).experts
+
+    @cached_property
+    def small(self) -> int:
+        """Bytes of the weights of other components that stay on the GPU while the transformer runs."""
+        return sum(part.small for part in self.others) + (self.experts - 1) * self.cost.small
+
+    @cached_property
+    def least(self) -> int:
+        """The smallest budget in which the transformer and the decoder run, in bytes; it depends on no rate of the GPU."""
+        weights = least_memory(self.cut.problem, load_profile("rtx-4090-pcie"), CHUNK_BYTES)
+        vae = self.others[-1]
+        return budget_for(max(weights + self.small + self.activations, vae.weights + vae.activations + self.cost.small))
+
+    @cached_property
+    def host(self) -> int:
         """Bytes of host memory for the weights of all components."""
-        cuts = [(c.all_packed if pack else c.cut, c.weights) for c in self.components]
-        return sum(weights if cut is None else cut.problem.total_bytes for cut, weights in cuts)
+        return self.experts * self.cut.problem.total_bytes + sum(part.weights for part in self.others)
+
+    @cached_property
+    def packed(self) -> Problem:
+        """The transformer with packed weights."""
+        return packed(self.cut, packable(self.cut)).problem
+
+    @cached_property
+    def host_packed(self) -> int:
+        """The same with packed weights: those of the encoders shrink as much as those of the transformer."""
+        share = self.packed.total_bytes / self.cut.problem.total_bytes
+        return int(share * self.host)
 
     def room(self, budget: int) -> int:
         """Bytes of a budget for the weights of the transformer."""
-        others = sum(c.small for c in self.components if c is not self.transformer)
-        return usable(budget) - self.transformer.activations - others
+        return usable(budget) - self.activations - self.small
 
     def forward_s(self, hardware: Hardware, budget: int | None, problem: Problem | None = None) -> float:
         """Seconds of a forward in a budget, or with all weights on the GPU."""
         goal: dict[str, Any] = {"policy": "resident"} if budget is None else {"memory": self.room(budget)}
-        plan = place(problem or self.cut.problem, hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, **goal)
+        plan = place(problem or self.cut.problem, hardware, chunk_bytes=CHUNK_BYTES, **goal)
         assert plan.predicted is not None
         return plan.predicted.step_s
 
     def group_offload(self, hardware: Hardware) -> Way:
         """diffusers' group offload for all components; the VAE moves as a whole."""
-        played = {c.name: play_group_offload(c.cut.problem, hardware) for c in self.components if c.cut is not None}
-        peak = max(
-            c.activations + (played[c.name].device_bytes if c.name in played else c.weights) for c in self.components
-        )
-        return Way(forward_s=played["transformer"].timeline.step_s, nbytes=peak)
+        played = play_group_offload(self.cut.problem, hardware)
+        peaks = [part.grouped + part.activations for part in self.others]
+        return Way(forward_s=played.timeline.step_s, nbytes=max(played.device_bytes + self.activations, *peaks))
+
+
+def _part(cost: EagerCost, grouped: int) -> Part:
+    return Part(weights=cost.weights, small=cost.small, activations=cost.activations, grouped=grouped)
+
+
+def _grouped(encoder: Encoder, weights: int) -> int:
+    """Bytes of an encoder that group offload keeps on the GPU: two blocks of a direct ModuleList, and all other weights."""
+    with torch.device("meta"):
+        model, _ = encoder.model_and_inputs()
+    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+    sizes = [2 * sum(p.numel() for p in block.parameters()) for blocks in lists for block in blocks]
+    return weights - sum(sizes) + max((a + b for a, b in pairwise([*sizes, 0])), default=0)
 
 
 def plan(model: str, gpus: str, planned: Planned) -> Row:
     """A row.  ``planned``: the pipeline, traced for as many ranks."""
     on, budget = GPUS[gpus], GPUS[gpus].budget * GIB
-    hardware, components = load_profile(on.profile), planned.components
+    hardware, cost, others = load_profile(on.profile), planned.cost, planned.others
     all_resident, group = planned.forward_s(hardware, None), planned.group_offload(hardware)
-    total = sum(c.weights for c in components) + max(c.activations for c in components)
+    single = [cost.weights + planned.activations, *(part.weights + part.activations for part in others)]
+    total = planned.experts * cost.weights + sum(part.weights for part in others)
+    total += max(planned.activations, *(part.activations for part in others))
     ways = {
         COMPILED: Way(forward_s=all_resident, nbytes=total),
-        MODEL: Way(forward_s=all_resident, nbytes=max(c.weights + c.activations for c in components)),
+        MODEL: Way(forward_s=all_resident, nbytes=max(single)),
         GROUP: group,
     }
-    least, curve = least_budget(components, hardware), dict[int, float]()
+    least, curve = planned.least, dict[int, float]()
     if least <= budget:
         sizes = [size * GIB for size in CURVE] if on.ranks == 1 else []
         for nbytes in sorted({least, budget, *(n for n in (group.nbytes, *sizes) if least <= n < budget)}):
@@ -233,30 +297,29 @@ def plan(model: str, gpus: str, planned: Planned) -> Row:
         ways[CHUNKFLOW] = Way(forward_s=curve[budget], nbytes=budget)
         if group.nbytes in curve:
             ways[IN_ITS_MEMORY] = Way(forward_s=curve[group.nbytes], nbytes=group.nbytes)
-        if on.ranks == 1:
+        if gpus == EXAMPLE:
             ways |= _in_less_host_memory(planned, hardware, budget)
     return Row(
         workload=preset(model).workload(),
         gpus=gpus,
         least=least,
         ways=ways,
-        curve=[*curve.items()],
-        host=planned.host(),
-        host_packed=planned.host(pack=True),
+        curve=[*curve.items()] if on.ranks == 1 else [],
+        host=planned.host,
+        host_packed=planned.host_packed,
     )
 
 
 def _in_less_host_memory(planned: Planned, hardware: Hardware, budget: int) -> dict[str, Way]:
     """The same budget with packed weights, and with ``host_memory`` where the weights do not fit 32 GB of RAM."""
     cut, ways = planned.cut, dict[str, Way]()
-    ways[PACKED] = Way(forward_s=planned.forward_s(hardware, budget, packed(cut, packable(cut)).problem), nbytes=budget)
-    part = HOST_OF_32_GB / planned.host()
+    ways[PACKED] = Way(forward_s=planned.forward_s(hardware, budget, planned.packed), nbytes=budget)
+    part = HOST_OF_32_GB / planned.host
     if part < 1:  # compile divides it over the components by their bytes
         names = for_the_drive(planned.traced.large, int(part * cut.problem.total_bytes))
         problem = with_drive(cut.problem, names)
-        for name, rate in DRIVES.items():
-            seconds = planned.forward_s(replace(hardware, drive_bandwidth=rate), budget, problem)
-            ways[name] = Way(forward_s=seconds, nbytes=budget)
+        seconds = planned.forward_s(replace(hardware, drive_bandwidth=SSD), budget, problem)
+        ways[ON_SSD] = Way(forward_s=seconds, nbytes=budget)
     return ways
 
 
@@ -264,9 +327,9 @@ def plan_again(models: Sequence[str], path: Path = PLANNED) -> None:
     """Plan the models, and keep the rows of others; the file is written after each row."""
     quiet_diffusers()
     order = list(cases())
-    todo = sorted((case for case in order if case[0] in models), key=lambda case: GPUS[case[1]].ranks)
-    traced = dict[tuple[str, int], Planned]()
-    for model, gpus in tqdm(sorted(todo, key=lambda c: (GPUS[c[1]].ranks, models.index(c[0]))), desc="rows"):
+    todo = sorted((case for case in order if case[0] in models), key=lambda c: (GPUS[c[1]].ranks, models.index(c[0])))
+    traced = dict[tuple[str, int], Planned]()  # the last one: the rows that need it follow each other
+    for model, gpus in tqdm(todo, desc="rows"):
         ranks = GPUS[gpus].ranks
         if (model, ranks) not in traced:
             traced = {(model, ranks): Planned(model, ranks)}

@@ -20,7 +20,21 @@ from typing import Any
 import methods
 import readme_gpus
 from methods import BENCHMARKS, DOCS, filled
-from readme_gpus import CHUNKFLOW, DRIVES, GIB, GPUS, GROUP, HOST_OF_32_GB, IN_ITS_MEMORY, MODEL, MODELS, PACKED, Row
+from readme_gpus import (
+    CHUNKFLOW,
+    EXAMPLE,
+    GIB,
+    GPUS,
+    GROUP,
+    HOST_OF_32_GB,
+    IN_ITS_MEMORY,
+    MODEL,
+    MODELS,
+    ON_SSD,
+    PACKED,
+    SSD,
+    Row,
+)
 from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -30,8 +44,7 @@ README = DOCS.parent / "README.md"
 CHART = DOCS / "on_your_gpu.png"
 # The script writes what lies between <!-- NAME: make readme-table --> and the end after it.
 PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
-# The GPU of the examples in sentences, and the arms of h100.json: ChunkFlow, and ChunkFlow in the memory of group offload.
-EXAMPLE, MEASURED_ARMS = "RTX 4060 Ti", ("chunkflow@50%", "chunkflow")
+# The GPU of :data:`GPUS` whose measurements are shown.
 MEASURED_ON = "H100 SXM"
 COLOURS = ("#4c78a8", "#f2a541", "#d64545", "#59a14f", "#9c6ade", "#7f7f7f")
 
@@ -88,7 +101,8 @@ def gpu(name: str) -> str:
 
 def seconds(value: float) -> str:
     """A time, as text."""
-    return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} s"
 
 
 def gib(nbytes: float) -> str:
@@ -104,22 +118,17 @@ def needed(nbytes: int) -> str:
 def models(rows: Sequence[Row]) -> str:
     """What the rows of each model compute, and the host memory that it takes."""
     lines = []
-    for model, name in MODELS.items():
-        row = next(row for row in rows if row.workload.model == model)
-        work = row.workload
-        lines.append(
-            (name, work.sizes, work.timestep, work.forwards, gib(row.host), gib(row.host_packed), *_short(rows, model))
-        )
+    for row in (row for row in rows if row.gpus == EXAMPLE):
+        work, host = row.workload, (gib(row.host), gib(row.host_packed))
+        lines.append((MODELS[work.model], work.sizes, work.timestep, work.forwards, *host, _short(row)))
     head = ("model", "output", "one timestep per", "forwards per step", "host memory", f"with `{PACKED}`")
-    on = f"step with `host_memory={_size(HOST_OF_32_GB)}`, {EXAMPLE}"
+    on = f"step with `host_memory={_size(HOST_OF_32_GB)}`, {EXAMPLE}, SSD of {SSD / 1e9:g} GB/s"
     return tabulate(lines, headers=(*head, on), tablefmt="github", disable_numparse=True)
 
 
-def _short(rows: Sequence[Row], model: str) -> tuple[str]:
-    """The step on the example's GPU where the weights do not fit the host memory of 32 GB, by the rate of the drive."""
-    row = _example(rows, model)
-    ways = [(rate, row.step_s(way)) for way, rate in DRIVES.items() if way in row.ways]
-    return (", ".join(f"{seconds(step_s)} at {rate / 1e9:g} GB/s" for rate, step_s in ways) or "all weights fit",)
+def _short(row: Row) -> str:
+    """The step where the weights do not fit the host memory of 32 GB."""
+    return seconds(row.step_s(ON_SSD)) if ON_SSD in row.ways else "all weights fit"
 
 
 def _example(rows: Sequence[Row], model: str) -> Row:
@@ -150,18 +159,17 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def short_of_ram(rows: Sequence[Row]) -> str:
-    """What to do with 32 GB of RAM, and what it costs."""
+    """How to run with 32 GB of RAM, and what it costs."""
     row = _example(rows, "flux.1-dev")
-    budget = f"memory={_size(row.on.budget * GIB)}"
-    drives = " and ".join(
-        f"{seconds(row.step_s(way))} from an SSD that reads {r / 1e9:g} GB/s" for way, r in DRIVES.items()
-    )
+    call = f"compile(pipe, memory={_size(row.on.budget * GIB)}"
+    times = {way: seconds(row.step_s(way)) for way in (CHUNKFLOW, PACKED, ON_SSD)}
     return filled(
         f"**With 32 GB of RAM** the {gib(row.host)} of {MODELS[row.workload.model]} do not fit next to the operating system. "
-        f"`compile(pipe, {budget}, pack=True)` stores weights in bfloat16 in {gib(row.host_packed)} without loss, planned at "
-        f"{seconds(row.step_s(PACKED))} per step on the {row.gpus}. `compile(pipe, {budget}, "
-        f"host_memory={_size(HOST_OF_32_GB)})` leaves the other weights on the drive and reads the streamed ones of them in "
-        f"every step: {drives}, instead of {seconds(row.step_s(CHUNKFLOW))}."
+        f"`{call}, pack=True)` packs the bfloat16 weights without loss into {gib(row.host_packed)}, planned at "
+        f"{times[PACKED]} per step on the {row.gpus}, compared with {times[CHUNKFLOW]} if all weights fit. `{call}, "
+        f"host_memory={_size(HOST_OF_32_GB)})` leaves the remaining weights on an SSD, from which every step reads the ones "
+        f"that stream, planned at {times[ON_SSD]} per step with an SSD that reads {SSD / 1e9:g} GB/s. Both can be combined. "
+        "[More about host memory](docs/host_memory.md)."
     )
 
 
@@ -205,7 +213,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         "measured": ("*", "ChunkFlow, measured"),
     }
     *panels, last = axes.flat
-    for axis, (title, panel) in zip(panels, data.items(), strict=True):
+    for axis, (title, panel) in zip(panels, data.items(), strict=False):
         for name, curve in panel["curves"].items():
             axis.plot(*zip(*curve, strict=True), color=colour[name], marker=".", markersize=4, linewidth=1.4)
         for name, way, nbytes, step_s in panel["points"]:
