@@ -56,7 +56,7 @@ def test_the_readme_and_the_page_are_not_stale() -> None:
 
 def test_every_model_on_every_gpu() -> None:
     rows = readme_gpus.planned()
-    assert [(row.workload.model, row.gpus) for row in rows] == [*readme_gpus.cases()]
+    assert [(row.workload.model, row.gpu) for row in rows] == [*readme_gpus.cases()]
     for row in rows:
         known, ways, budget = preset(row.workload.model), row.ways, row.on.budget * GIB
         assert row.workload == known.workload(), "as the pipeline calls it"
@@ -71,7 +71,7 @@ def test_every_model_on_every_gpu() -> None:
         assert [nbytes for nbytes, _ in row.curve] == sorted({nbytes for nbytes, _ in row.curve})
         times = [forward_s for _, forward_s in row.curve]
         assert all(after <= 1.01 * before for before, after in pairwise(times)), row
-        short = row.host > readme_gpus.HOST_OF_32_GB and row.gpus == readme_gpus.EXAMPLE and row.fits(CHUNKFLOW)
+        short = row.host > readme_gpus.HOST_OF_32_GB and row.gpu == readme_gpus.EXAMPLE and row.fits(CHUNKFLOW)
         assert (readme_gpus.ON_SSD in ways) is short
         if short:
             assert ways[readme_gpus.ON_SSD].forward_s >= 0.999 * ways[CHUNKFLOW].forward_s
@@ -95,9 +95,8 @@ def test_every_label_of_the_table_by_gpu_is_of_its_row() -> None:
     shown = [row for row in rows if row[-1] == "planned"]
     assert len(shown) == len(bodies) and {row[-1] for row in rows} == {"planned", "measured"}
     for row, body in zip(shown, bodies, strict=True):
-        on, ways, forwards = readme_gpus.GPUS[body["gpus"]], body["ways"], body["workload"]["forwards"]
-        several = f"{on.ranks} x " if on.ranks > 1 else ""
-        assert row[0] == f"{several}{on.memory} GB: {on.card}" and NAMES[row[1]] == body["workload"]["model"]
+        on, ways, forwards = readme_gpus.GPUS[body["gpu"]], body["ways"], body["workload"]["forwards"]
+        assert row[0] == f"{on.memory} GB: {on.name}" and NAMES[row[1]] == body["workload"]["model"]
         if CHUNKFLOW not in ways:
             assert row[2] == f"needs {body['least'] / GIB:.1f} GiB" and row[3] == row[4] == ""
             continue
@@ -132,7 +131,7 @@ def test_the_first_figures_are_of_their_rows() -> None:
     body = next(
         body
         for body in json.loads(readme_gpus.PLANNED.read_text())
-        if (body["workload"]["model"], body["gpus"]) == ("flux.1-dev", found[3])
+        if (body["workload"]["model"], body["gpu"]) == ("flux.1-dev", found[3])
     )
     assert found[1] == "1024x1024" and int(found[2]) == readme_gpus.GPUS[found[3]].memory
     assert float(found[4]) == pytest.approx(
@@ -147,13 +146,13 @@ def test_every_label_of_the_charts_is_of_its_rows() -> None:
     """One chart per model, a curve per GPU; no label contains a private word."""
     rows = readme_gpus.planned()
     data = chart_data(rows)
-    names = {readme_table.gpu(name): name for name in readme_gpus.GPUS}
+    names = {readme_table.label(name): name for name in readme_gpus.GPUS}
     assert [NAMES[title.split(",")[0]] for title in data] == [*MODELS]
     for title, panel in data.items():
         found = re.fullmatch(r"(.+?), (.+), one timestep per (\w+), (\d) forwards? per step", title)
         assert found is not None, title
         for name, curve in panel["curves"].items():
-            row = next(r for r in rows if (MODELS[r.workload.model], r.gpus) == (found[1], names[name]))
+            row = next(r for r in rows if (MODELS[r.workload.model], r.gpu) == (found[1], names[name]))
             assert labels(*found.groups(), "", "")[0] == labelled(asdict(row.workload))
             assert curve[-1] == (row.on.budget, pytest.approx(int(found[4]) * row.ways[CHUNKFLOW].forward_s, rel=1e-5))
         said = [title, *panel["curves"], *(way for _, way, _, _ in panel["points"])]
@@ -167,7 +166,7 @@ def test_every_label_of_the_charts_is_of_its_rows() -> None:
 def test_a_changed_row_is_a_stale_readme() -> None:
     """Another time, budget, number of forwards or form of the timestep: the README and the charts differ."""
     rows, text = readme_gpus.planned(), README.read_text()
-    row = next(row for row in rows if row.gpus == "RTX 4080" and row.workload.model == "qwen-image")
+    row = next(row for row in rows if row.gpu == "RTX 4080" and row.workload.model == "qwen-image")
     slower = replace(row.ways[CHUNKFLOW], forward_s=2 * row.ways[CHUNKFLOW].forward_s)
     for changed in (
         replace(row, ways={**row.ways, CHUNKFLOW: slower}, curve=[(n, 2 * s) for n, s in row.curve]),
@@ -323,8 +322,8 @@ def test_the_next_gpu_measures_the_call_that_the_pipeline_makes(tmp_path: Path) 
 @pytest.mark.long
 def test_the_planner_predicts_the_same_row_still() -> None:
     """If it does not: make readme-table PLAN=--plan."""
-    old = next(row for row in readme_gpus.planned() if (row.workload.model, row.gpus) == ("flux.1-dev", "RTX 4060 Ti"))
-    new = readme_gpus.plan("flux.1-dev", "RTX 4060 Ti", readme_gpus.Planned("flux.1-dev", 1))
+    old = next(row for row in readme_gpus.planned() if (row.workload.model, row.gpu) == ("flux.1-dev", "RTX 4060 Ti"))
+    new = readme_gpus.plan(readme_gpus.Planned("flux.1-dev"), "RTX 4060 Ti")
     assert (new.least, new.host, new.host_packed) == (old.least, old.host, old.host_packed)
     for name, way in new.ways.items():
         assert (way.forward_s, way.nbytes) == (pytest.approx(old.ways[name].forward_s, rel=1e-4), old.ways[name].nbytes)

@@ -64,35 +64,27 @@ HOST_OF_32_GB = 22 * GIB
 
 
 @dataclass(frozen=True)
-class Gpus:
-    """GPUs of one host: the memory of each by its data sheet, their name, their profile, how many, and the budget of each.
+class Gpu:
+    """A GPU: its memory by its data sheet in GB, its name, its profile, and the budget in GiB that is planned for.
 
-    ``memory``: in GB, as data sheets have it.  ``budget``: in GiB, the argument ``memory`` of ``compile``; what is left is
-    for the CUDA context, libraries and a desktop.
+    ``budget``: the argument ``memory`` of ``compile``; the remaining memory is for the CUDA context, libraries and a desktop.
     """
 
     memory: int
-    card: str
+    name: str
     profile: str
     budget: int
-    ranks: int = 1
-
-    @property
-    def name(self) -> str:
-        return self.card if self.ranks == 1 else f"{self.ranks} x {self.card}"
 
 
 GPUS = {
-    gpus.name: gpus
-    for gpus in (
-        Gpus(12, "RTX 3060", "rtx-3060-pcie", 10),
-        Gpus(16, "RTX 4060 Ti", "rtx-4060-ti-pcie", 14),
-        Gpus(16, "RTX 4080", "rtx-4080-pcie", 14),
-        Gpus(24, "RTX 4090", "rtx-4090-pcie", 22),
-        Gpus(32, "RTX 5090", "rtx-5090-pcie", 30),
-        Gpus(80, "H100 SXM", "h100-nvlink", 76),
-        Gpus(24, "RTX 4090", "rtx-4090-pcie", 22, ranks=2),
-        Gpus(24, "RTX 4090", "rtx-4090-pcie", 22, ranks=4),
+    gpu.name: gpu
+    for gpu in (
+        Gpu(12, "RTX 3060", "rtx-3060-pcie", 10),
+        Gpu(16, "RTX 4060 Ti", "rtx-4060-ti-pcie", 14),
+        Gpu(16, "RTX 4080", "rtx-4080-pcie", 14),
+        Gpu(24, "RTX 4090", "rtx-4090-pcie", 22),
+        Gpu(32, "RTX 5090", "rtx-5090-pcie", 30),
+        Gpu(80, "H100 SXM", "h100-nvlink", 76),
     )
 }
 # The GPU of the examples in sentences, planned with less host memory too.
@@ -113,7 +105,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A pipeline on ``gpus``, a key of :data:`GPUS`.
+    """A pipeline on ``gpu``, a key of :data:`GPUS`.
 
     ``least``: the smallest budget in which all components run, in bytes.  ``ways``: by name; ChunkFlow only if its budget is
     at least that.  ``curve``: bytes of a budget, and seconds of a forward within it.  ``host``: bytes of host memory for the
@@ -121,7 +113,7 @@ class Row:
     """
 
     workload: Workload
-    gpus: str
+    gpu: str
     least: int
     ways: Mapping[str, Way]
     curve: Sequence[tuple[int, float]]
@@ -130,8 +122,8 @@ class Row:
     how: str = "planned"
 
     @property
-    def on(self) -> Gpus:
-        return GPUS[self.gpus]
+    def on(self) -> Gpu:
+        return GPUS[self.gpu]
 
     def fits(self, way: str) -> bool:
         """Whether the GPU has the memory of a way, less what is left of it for others."""
@@ -157,7 +149,7 @@ def _row(body: Mapping[str, Any]) -> Row:
 
 def cases() -> Iterator[tuple[str, str]]:
     """The models and GPUs, in the order of the table: the rows of a GPU together."""
-    return ((model, gpus) for gpus in GPUS for model in MODELS)
+    return ((model, gpu) for gpu in GPUS for model in MODELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +165,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """A pipeline with its transformer traced for ``ranks`` ranks."""
+    """A pipeline with its transformer traced."""
 
     model: str
-    ranks: int
 
     @cached_property
     def others(self) -> list[Part]:
@@ -192,20 +183,15 @@ class Planned:
 
     @cached_property
     def cost(self) -> EagerCost:
-        """The transformer, on one rank."""
+        """The transformer."""
         known = preset(self.model)
         key, _ = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
         return _cost(key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16))
 
     @cached_property
-    def activations(self) -> int:
-        """Bytes of a rank's part of the tokens."""
-        return self.cost.activations // self.ranks
-
-    @cached_property
     def traced(self) -> Traced:
         known = preset(self.model)
-        key, call = preset_call(known, self.ranks, known.sizes, DEFAULT_MIN_BYTES, None, 1)
+        key, call = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
         return replace(trace_entry(key).get(call), fused=True)
 
     @cached_property
@@ -226,7 +212,9 @@ class Planned:
         """The smallest budget in which the transformer and the decoder run, in bytes; it depends on no rate of the GPU."""
         weights = least_memory(self.cut.problem, load_profile("rtx-4090-pcie"), CHUNK_BYTES)
         vae = self.others[-1]
-        return budget_for(max(weights + self.small + self.activations, vae.weights + vae.activations + self.cost.small))
+        return budget_for(
+            max(weights + self.small + self.cost.activations, vae.weights + vae.activations + self.cost.small)
+        )
 
     @cached_property
     def host(self) -> int:
@@ -246,7 +234,7 @@ class Planned:
 
     def room(self, budget: int) -> int:
         """Bytes of a budget for the weights of the transformer."""
-        return usable(budget) - self.activations - self.small
+        return usable(budget) - self.cost.activations - self.small
 
     def forward_s(self, hardware: Hardware, budget: int | None, problem: Problem | None = None) -> float:
         """Seconds of a forward in a budget, or with all weights on the GPU."""
@@ -259,7 +247,7 @@ class Planned:
         """diffusers' group offload for all components; the VAE moves as a whole."""
         played = play_group_offload(self.cut.problem, hardware)
         peaks = [part.grouped + part.activations for part in self.others]
-        return Way(forward_s=played.timeline.step_s, nbytes=max(played.device_bytes + self.activations, *peaks))
+        return Way(forward_s=played.timeline.step_s, nbytes=max(played.device_bytes + self.cost.activations, *peaks))
 
 
 def _part(cost: EagerCost, grouped: int) -> Part:
@@ -275,14 +263,14 @@ def _grouped(encoder: Encoder, weights: int) -> int:
     return weights - sum(sizes) + max((a + b for a, b in pairwise([*sizes, 0])), default=0)
 
 
-def plan(model: str, gpus: str, planned: Planned) -> Row:
-    """A row.  ``planned``: the pipeline, traced for as many ranks."""
-    on, budget = GPUS[gpus], GPUS[gpus].budget * GIB
-    hardware, cost, others = load_profile(on.profile), planned.cost, planned.others
+def plan(planned: Planned, gpu: str) -> Row:
+    """A pipeline on ``gpu``, a key of :data:`GPUS`."""
+    budget, hardware = GPUS[gpu].budget * GIB, load_profile(GPUS[gpu].profile)
+    cost, others = planned.cost, planned.others
     all_resident, group = planned.forward_s(hardware, None), planned.group_offload(hardware)
-    single = [cost.weights + planned.activations, *(part.weights + part.activations for part in others)]
+    single = [cost.weights + cost.activations, *(part.weights + part.activations for part in others)]
     total = planned.experts * cost.weights + sum(part.weights for part in others)
-    total += max(planned.activations, *(part.activations for part in others))
+    total += max(cost.activations, *(part.activations for part in others))
     ways = {
         COMPILED: Way(forward_s=all_resident, nbytes=total),
         MODEL: Way(forward_s=all_resident, nbytes=max(single)),
@@ -290,21 +278,21 @@ def plan(model: str, gpus: str, planned: Planned) -> Row:
     }
     least, curve = planned.least, dict[int, float]()
     if least <= budget:
-        sizes = [size * GIB for size in CURVE] if on.ranks == 1 else []
+        sizes = [size * GIB for size in CURVE]
         for nbytes in sorted({least, budget, *(n for n in (group.nbytes, *sizes) if least <= n < budget)}):
             fastest = min(curve.values(), default=2 * all_resident)  # no budget is faster than all weights on the GPU
             curve[nbytes] = fastest if fastest <= 1.0001 * all_resident else planned.forward_s(hardware, nbytes)
         ways[CHUNKFLOW] = Way(forward_s=curve[budget], nbytes=budget)
         if group.nbytes in curve:
             ways[IN_ITS_MEMORY] = Way(forward_s=curve[group.nbytes], nbytes=group.nbytes)
-        if gpus == EXAMPLE:
+        if gpu == EXAMPLE:
             ways |= _in_less_host_memory(planned, hardware, budget)
     return Row(
-        workload=preset(model).workload(),
-        gpus=gpus,
+        workload=preset(planned.model).workload(),
+        gpu=gpu,
         least=least,
         ways=ways,
-        curve=[*curve.items()] if on.ranks == 1 else [],
+        curve=[*curve.items()],
         host=planned.host,
         host_packed=planned.host_packed,
     )
@@ -326,17 +314,13 @@ def _in_less_host_memory(planned: Planned, hardware: Hardware, budget: int) -> d
 def plan_again(models: Sequence[str], path: Path = PLANNED) -> None:
     """Plan the models, and keep the rows of others; the file is written after each row."""
     quiet_diffusers()
-    order = list(cases())
-    todo = sorted((case for case in order if case[0] in models), key=lambda c: (GPUS[c[1]].ranks, models.index(c[0])))
-    traced = dict[tuple[str, int], Planned]()  # the last one: the rows that need it follow each other
-    for model, gpus in tqdm(todo, desc="rows"):
-        ranks = GPUS[gpus].ranks
-        if (model, ranks) not in traced:
-            traced = {(model, ranks): Planned(model, ranks)}
-        found = {(row.workload.model, row.gpus): row for row in (planned(path) if path.exists() else [])}
-        found[model, gpus] = plan(model, gpus, traced[model, ranks])
-        rows = [_as_json(found[case]) for case in order if case in found]  # a case that is gone leaves no row
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+    for model in models:
+        traced = Planned(model)
+        for gpu in tqdm(GPUS, desc=model):
+            found = {(row.workload.model, row.gpu): row for row in (planned(path) if path.exists() else [])}
+            found[model, gpu] = plan(traced, gpu)
+            rows = [_as_json(found[case]) for case in cases() if case in found]  # a case that is gone leaves no row
+            path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def _as_json(row: Row) -> dict[str, Any]:

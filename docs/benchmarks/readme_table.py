@@ -37,6 +37,7 @@ from readme_gpus import (
 )
 from tabulate import tabulate
 
+from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
 
@@ -46,6 +47,17 @@ CHART = DOCS / "on_your_gpu.png"
 PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
 # The GPU of :data:`GPUS` whose measurements are shown.
 MEASURED_ON = "H100 SXM"
+# Of the axis of times, in seconds.
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+# Hosts of several_gpus.json, by the title in the table, and the beginnings of the names of ChunkFlow's plans there.
+SEVERAL, SEVERAL_GPUS = (
+    BENCHMARKS / "several_gpus.json",
+    {
+        "2 x rtx-4090-pcie": "2 x 24 GB: RTX 4090",
+        "4 x l40s-pcie": "4 x 48 GB: L40S",
+    },
+)
+OURS = ("host, ", "the mix, ")
 COLOURS = ("#4c78a8", "#f2a541", "#d64545", "#59a14f", "#9c6ade", "#7f7f7f")
 
 
@@ -59,7 +71,7 @@ def table(rows: Sequence[Row], folder: Path = BENCHMARKS) -> str:
     """A row for each model on each GPU; measured rows follow the planned ones of their GPU."""
     lines = []
     for name in GPUS:
-        lines += [_planned(row) for row in rows if row.gpus == name]
+        lines += [_planned(row) for row in rows if row.gpu == name]
         lines += [_measured(*pair) for pair in measured(folder)] if name == MEASURED_ON else []
     head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW} in its memory", MODEL, "")
     return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
@@ -77,7 +89,7 @@ def _planned(row: Row) -> tuple[str, ...]:
         f"{seconds(row.step_s(way))}, {gib(row.ways[way].nbytes)}" if row.fits(way) else needed(row.ways[way].nbytes)
         for way in (GROUP, MODEL)
     ]
-    return (gpu(row.gpus), MODELS[row.workload.model], *ours, others[0], same, others[1], row.how)
+    return (label(row.gpu), MODELS[row.workload.model], *ours, others[0], same, others[1], row.how)
 
 
 def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
@@ -90,13 +102,12 @@ def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
     again = f"{seconds(times[2])}, {gib(same.ways[CHUNKFLOW].nbytes)}"
     cells = (gib(mine.nbytes), seconds(mine.forward_s), f"**{seconds(times[0])}**")
     model = MODELS[ours.workload.model]
-    return (gpu(MEASURED_ON), model, *cells, f"{seconds(times[1])}, {gib(group.nbytes)}", again, "", ours.how)
+    return (label(MEASURED_ON), model, *cells, f"{seconds(times[1])}, {gib(group.nbytes)}", again, "", ours.how)
 
 
-def gpu(name: str) -> str:
+def label(name: str) -> str:
     """A GPU as the first column names it."""
-    on = GPUS[name]
-    return f"{on.ranks} x {on.memory} GB: {on.card}" if on.ranks > 1 else f"{on.memory} GB: {on.card}"
+    return f"{GPUS[name].memory} GB: {name}"
 
 
 def seconds(value: float) -> str:
@@ -118,7 +129,7 @@ def needed(nbytes: int) -> str:
 def models(rows: Sequence[Row]) -> str:
     """What the rows of each model compute, and the host memory that it takes."""
     lines = []
-    for row in (row for row in rows if row.gpus == EXAMPLE):
+    for row in (row for row in rows if row.gpu == EXAMPLE):
         work, host = row.workload, (gib(row.host), gib(row.host_packed))
         lines.append((MODELS[work.model], work.sizes, work.timestep, work.forwards, *host, _short(row)))
     head = ("model", "output", "one timestep per", "forwards per step", "host memory", f"with `{PACKED}`")
@@ -134,7 +145,7 @@ def _short(row: Row) -> str:
 def _example(rows: Sequence[Row], model: str) -> Row:
     """The row of a model on the GPU of the examples.  Raises ChunkflowError if it is not planned."""
     for row in rows:
-        if (row.workload.model, row.gpus) == (model, EXAMPLE):
+        if (row.workload.model, row.gpu) == (model, EXAMPLE):
             return row
     raise ChunkflowError(f"The planned rows lack {model} on the {EXAMPLE}. Plan them with --plan.")
 
@@ -143,10 +154,43 @@ def _size(nbytes: int) -> str:
     return f'"{nbytes // GIB}GiB"'
 
 
+def several(path: Path = SEVERAL) -> str:
+    """A row for each model on two and on four GPUs of one host, from the figures of several_gpus.md.
+
+    Raises ChunkflowError if their file is missing.
+    """
+    if not path.exists():
+        raise ChunkflowError(
+            f"{path} is missing: it contains the plans for several GPUs. Write it again: make several-gpus."
+        )
+    body, lines = json.loads(path.read_text()), []
+    for machine, name in SEVERAL_GPUS.items():
+        memory = body["machines"][machine]["card, GB"]
+        for title, model in body["machines"][machine]["models"].items():
+            work = Workload.from_json(body["workloads"][title])
+            if work.sizes.height * work.sizes.width < preset(work.model).sizes.height * preset(work.model).sizes.width:
+                continue  # a smaller output of a model that is shown at its usual one
+            ways = {way: found for way, found in model["ways"].items() if isinstance(found, dict)}
+            ours = [way for way in ways if way.startswith(OURS) and ways[way]["GB"] < memory - 2]
+            best = min(ours, key=lambda way: (ways[way]["ms"], ways[way]["GB"]))
+            cells = []
+            for way in (ways[best], ways["layerwise"], ways["resident"]):
+                step_s, needs = work.forwards * way["ms"] / 1e3, way["GB"] > memory
+                cells.append(f"needs {way['GB']} GB" if needs else f"{seconds(step_s)}, {way['GB']} GB")
+            lines.append((name, MODELS[work.model], work.sizes, work.forwards, *cells, "planned"))
+    head = ("GPUs", "model", "output", "forwards per step", f"{CHUNKFLOW}: step, weights per GPU")
+    return tabulate(
+        lines,
+        headers=(*head, "layerwise offload", "all weights on each GPU", ""),
+        tablefmt="github",
+        disable_numparse=True,
+    )
+
+
 def headline(rows: Sequence[Row]) -> str:
     """The first figures: planned for a GPU on which the model does not fit, and measured."""
     row, (ours, _) = _example(rows, "flux.1-dev"), measured()[0]
-    model, on = MODELS[row.workload.model], f"{row.on.memory} GB {row.gpus}"
+    model, on = MODELS[row.workload.model], f"{row.on.memory} GB {row.gpu}"
     mine, alone = (methods.figures(ours.ways[way]) for way in (CHUNKFLOW, methods.PLAIN))
     group = f"{seconds(row.step_s(GROUP))} and {gib(row.ways[GROUP].nbytes)}"
     return filled(
@@ -166,7 +210,7 @@ def short_of_ram(rows: Sequence[Row]) -> str:
     return filled(
         f"**With 32 GB of RAM** the {gib(row.host)} of {MODELS[row.workload.model]} do not fit next to the operating system. "
         f"`{call}, pack=True)` packs the bfloat16 weights without loss into {gib(row.host_packed)}, planned at "
-        f"{times[PACKED]} per step on the {row.gpus}, compared with {times[CHUNKFLOW]} if all weights fit. `{call}, "
+        f"{times[PACKED]} per step on the {row.gpu}, compared with {times[CHUNKFLOW]} if all weights fit. `{call}, "
         f"host_memory={_size(HOST_OF_32_GB)})` leaves the remaining weights on an SSD, from which every step reads the ones "
         f"that stream, planned at {times[ON_SSD]} per step with an SSD that reads {SSD / 1e9:g} GB/s. Both can be combined. "
         "[More about host memory](docs/host_memory.md)."
@@ -181,13 +225,15 @@ def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         forwards = f"{work.forwards} forward{'s' * (work.forwards > 1)} per step"
         panel = data.setdefault(f"{MODELS[work.model]}, {work}, {forwards}", {"curves": {}, "points": []})
         curve = [(nbytes / GIB, work.forwards * forward_s) for nbytes, forward_s in row.curve]
-        panel["curves"][gpu(row.gpus)] = curve
+        panel["curves"][label(row.gpu)] = curve
         panel["points"] += [
-            (gpu(row.gpus), way, row.ways[way].nbytes / GIB, row.step_s(way)) for way in (GROUP, MODEL) if row.fits(way)
+            (label(row.gpu), way, row.ways[way].nbytes / GIB, row.step_s(way))
+            for way in (GROUP, MODEL)
+            if row.fits(way)
         ]
-        if row.gpus == MEASURED_ON:
+        if row.gpu == MEASURED_ON:
             panel["points"] += [
-                (gpu(row.gpus), "measured", each.ways[CHUNKFLOW].nbytes / GIB, each.ways[CHUNKFLOW].forward_s)
+                (label(row.gpu), "measured", each.ways[CHUNKFLOW].nbytes / GIB, each.ways[CHUNKFLOW].forward_s)
                 for pair in measured()
                 for each in pair
                 if each.workload == work
@@ -205,7 +251,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     check_picture(path)
     data = chart_data(rows)
     figure, axes = new_axes(10.0, 9.5, columns=2, heights=(1.0, 1.0, 1.0))
-    names = [gpu(name) for name in GPUS if GPUS[name].ranks == 1]
+    names = [label(name) for name in GPUS]
     colour = dict(zip(names, COLOURS, strict=True))
     markers = {
         GROUP: ("x", f"{GROUP}, planned"),
@@ -222,11 +268,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         model, _, rest = title.partition(", ")
         axis.set_title(f"{model}\n{rest}", fontsize=9)
         axis.set(xlabel="GPU memory, GiB", ylabel="time per step, s", yscale="log", xscale="log")
-        axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(which="both", alpha=0.25)
+        values = [step_s for curve in panel["curves"].values() for _, step_s in curve]
+        axis.set_xticks(sizes := [2, 4, 8, 16, 32, 64], map(str, sizes))
+        axis.set_yticks(times := [t for t in TICKS if min(values) / 2 < t < 2 * max(values)], [f"{t:g}" for t in times])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    last.axis("off")
+    for axis in (*panels[len(data) :], last):
+        axis.axis("off")
     for name in names:
         last.plot([], [], color=colour[name], marker=".", label=f"ChunkFlow, {name}, planned")
     for mark, label in markers.values():
@@ -242,7 +291,7 @@ def written(readme: str, rows: Sequence[Row]) -> str:
     """
     chart = f'![time per step over GPU memory, one chart per model](docs/{CHART.name} "{digest(rows)}")'
     gpus = f"{table(rows)}\n\n{chart}\n\n{models(rows)}\n\n{short_of_ram(rows)}"
-    for name, body in (("figures", headline(rows)), ("gpus", gpus)):
+    for name, body in (("figures", headline(rows)), ("gpus", gpus), ("several", several())):
         before, begin, rest = readme.partition(PART.format(name))
         _, end, after = rest.partition(END)
         if not begin or not end:
