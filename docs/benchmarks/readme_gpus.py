@@ -279,12 +279,13 @@ def plan(planned: Planned, gpu: str) -> Row:
     least, curve = planned.least, dict[int, float]()
     if least <= budget:
         sizes = [size * GIB for size in CURVE]
-        for nbytes in sorted({least, budget, *(n for n in (group.nbytes, *sizes) if least <= n < budget)}):
+        same = max(least, group.nbytes)  # a budget keeps some percent free, so the least one may be a little larger
+        for nbytes in sorted({least, budget, *(n for n in (same, *sizes) if least <= n < budget)}):
             fastest = min(curve.values(), default=2 * all_resident)  # no budget is faster than all weights on the GPU
             curve[nbytes] = fastest if fastest <= 1.0001 * all_resident else planned.forward_s(hardware, nbytes)
         ways[CHUNKFLOW] = Way(forward_s=curve[budget], nbytes=budget)
-        if group.nbytes in curve:
-            ways[IN_ITS_MEMORY] = Way(forward_s=curve[group.nbytes], nbytes=group.nbytes)
+        if same in curve:
+            ways[IN_ITS_MEMORY] = Way(forward_s=curve[same], nbytes=same)
         if gpu == EXAMPLE:
             ways |= _in_less_host_memory(planned, hardware, budget)
     return Row(

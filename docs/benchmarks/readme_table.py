@@ -84,11 +84,8 @@ def _planned(row: Row) -> tuple[str, ...]:
         ours = (f"{on.budget} GiB", seconds(way.forward_s), f"**{seconds(row.step_s(CHUNKFLOW))}**")
     else:
         ours = (needed(row.least), "", "")
-    same = seconds(row.step_s(IN_ITS_MEMORY)) if IN_ITS_MEMORY in row.ways else ""
-    others = [
-        f"{seconds(row.step_s(way))}, {gib(row.ways[way].nbytes)}" if row.fits(way) else needed(row.ways[way].nbytes)
-        for way in (GROUP, MODEL)
-    ]
+    same = figures(row, IN_ITS_MEMORY) if IN_ITS_MEMORY in row.ways else ""
+    others = [figures(row, way) if row.fits(way) else needed(row.ways[way].nbytes) for way in (GROUP, MODEL)]
     return (label(row.gpu), MODELS[row.workload.model], *ours, others[0], same, others[1], row.how)
 
 
@@ -108,6 +105,11 @@ def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
 def label(name: str) -> str:
     """A GPU as the first column names it."""
     return f"{GPUS[name].memory} GB: {name}"
+
+
+def figures(row: Row, way: str) -> str:
+    """The time per step and the GPU memory, as text."""
+    return f"{seconds(row.step_s(way))}, {gib(row.ways[way].nbytes)}"
 
 
 def seconds(value: float) -> str:
