@@ -280,8 +280,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.axis("off")
     for name in names:
         last.plot([], [], color=colour[name], marker=".", label=f"ChunkFlow, {name}, planned")
-    for mark, label in markers.values():
-        last.plot([], [], mark, color="black", markerfacecolor="none", label=label)
+    for mark, meaning in markers.values():
+        last.plot([], [], mark, color="black", markerfacecolor="none", label=meaning)
     last.legend(loc="center", frameon=False, fontsize=9)
     save_figure(figure, path)
 
