@@ -183,7 +183,7 @@ several-gpus: $(VENV)/ready
 sizing: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/sizing.py $(PLAN)
 
-# The chart and the table of the README, from what was measured and planned; PLAN=--plan plans again, in twenty minutes.
+# The table by GPU and the charts of the README, and methods.md, from JSON files; PLAN=--plan plans again, in an hour of one core.
 readme-table: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/readme_table.py $(PLAN)
 

@@ -1,4 +1,4 @@
-"""The chart and the table of the README are what the GPUs' pages and the planner say, and their labels are of these cases."""
+"""The README's table by GPU, its charts and the page methods.md show the figures of their JSON files, under their labels."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gpu
+import methods
 import pytest
+import readme_gpus
 import readme_table
 import torch
-from readme_table import (
+from methods import (
     BENCHMARKS,
     CHART,
     CHUNKFLOW,
@@ -23,9 +26,9 @@ from readme_table import (
     GROUP,
     MEASURED,
     MODELS,
+    PAGE,
     PLAIN,
     PLANNED,
-    README,
     all_rows,
     groups,
     in_chart,
@@ -34,24 +37,177 @@ from readme_table import (
     plan,
     planned,
     table,
-    written,
 )
+from readme_table import README, chart_data, digest, written
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.passes.errors import ChunkflowError
 
 NAMES = {title: model for model, title in MODELS.items()}
+GIB = 1 << 30
 
 
-def test_the_readme_is_not_stale() -> None:
-    """If it is: make readme-table."""
-    assert README.read_text() == written(README.read_text(), all_rows())
-    assert CHART.read_bytes().startswith(b"\x89PNG")
+def test_the_readme_and_the_page_are_not_stale() -> None:
+    """If one is: make readme-table."""
+    assert README.read_text() == written(README.read_text(), readme_gpus.planned())
+    assert PAGE.read_text() == methods.page(all_rows())
+    assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in (CHART, readme_table.CHART))
 
 
-def test_every_model_on_every_card() -> None:
+def test_every_model_on_every_gpu() -> None:
+    rows = readme_gpus.planned()
+    assert [(row.workload.model, row.gpu) for row in rows] == [*readme_gpus.cases()]
+    for row in rows:
+        known, ways, budget = preset(row.workload.model), row.ways, row.on.budget * GIB
+        assert row.workload == known.workload(), "as the pipeline calls it"
+        assert row.host_packed < 0.8 * row.host and row.on.budget < row.on.memory
+        assert row.fits(CHUNKFLOW) is (row.least <= budget)
+        if row.fits(CHUNKFLOW):
+            assert ways[CHUNKFLOW].nbytes == budget
+            assert ways[readme_gpus.COMPILED].forward_s <= 1.0001 * ways[CHUNKFLOW].forward_s
+        if readme_gpus.IN_ITS_MEMORY in ways:
+            same = ways[readme_gpus.IN_ITS_MEMORY]
+            assert (
+                same.nbytes == max(row.least, ways[GROUP].nbytes) and same.forward_s <= 1.001 * ways[GROUP].forward_s
+            ), row
+        assert [nbytes for nbytes, _ in row.curve] == sorted({nbytes for nbytes, _ in row.curve})
+        times = [forward_s for _, forward_s in row.curve]
+        assert all(after <= 1.01 * before for before, after in pairwise(times)), row
+        short = row.host > readme_gpus.HOST_OF_32_GB and row.gpu == readme_gpus.EXAMPLE and row.fits(CHUNKFLOW)
+        assert (readme_gpus.ON_SSD in ways) is short
+        if short:
+            assert ways[readme_gpus.ON_SSD].forward_s >= 0.999 * ways[CHUNKFLOW].forward_s
+
+
+def cells(part: str, head: list[str]) -> list[list[str]]:
+    """The rows of the table in ``part`` of the README that has this head."""
+    lines = [[c.strip() for c in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
+    begin = next(k for k, line in enumerate(lines) if line[: len(head)] == head)
+    return [line for line in lines[begin + 2 :] if len(line) == len(lines[begin])]
+
+
+GPU_PART = "<!-- gpus: make readme-table -->"
+
+
+def test_every_label_of_the_table_by_gpu_is_of_its_row() -> None:
+    """Read from the README, and compared with the JSON as it is: the GPU, the model, the budget, forwards and steps."""
+    part = README.read_text().split(GPU_PART)[1].split("<!-- end -->")[0]
+    bodies = json.loads(readme_gpus.PLANNED.read_text())
+    rows = cells(part, ["GPU", "model", "`memory=`", "forward", "step", "group offload"])
+    shown = [row for row in rows if row[-1] == "planned"]
+    assert len(shown) == len(bodies) and {row[-1] for row in rows} == {"planned", "measured"}
+    for row, body in zip(shown, bodies, strict=True):
+        on, ways, forwards = readme_gpus.GPUS[body["gpu"]], body["ways"], body["workload"]["forwards"]
+        assert row[0] == f"{on.memory} GB: {on.name}" and NAMES[row[1]] == body["workload"]["model"]
+        if CHUNKFLOW not in ways:
+            assert row[2] == f"needs {body['least'] / GIB:.1f} GiB" and row[3] == row[4] == ""
+            continue
+        assert row[2] == f"{on.budget} GiB"
+        forward_s, step_s = (float(re.sub(r"[* s]", "", cell)) for cell in row[3:5])
+        assert forward_s == pytest.approx(ways[CHUNKFLOW]["forward_s"], rel=0.02)
+        assert step_s == pytest.approx(forwards * ways[CHUNKFLOW]["forward_s"], rel=0.02)
+        for cell, way in ((row[5], GROUP), (row[7], readme_gpus.MODEL)):
+            gib = f"{ways[way]['nbytes'] / GIB:.1f} GiB"
+            assert cell.endswith(gib) and cell.startswith("needs") is (ways[way]["nbytes"] > on.budget * GIB)
+
+
+def test_every_label_of_the_table_of_models_is_of_its_workload() -> None:
+    part = README.read_text().split(GPU_PART)[1].split("<!-- end -->")[0]
+    workloads = {body["workload"]["model"]: body for body in json.loads(readme_gpus.PLANNED.read_text())}
+    rows = cells(part, ["model", "output", "one timestep per", "forwards per step", "host memory"])
+    assert [NAMES[row[0]] for row in rows] == [*MODELS]
+    for row in rows:
+        body = workloads[NAMES[row[0]]]
+        assert (
+            labels(*row[:4], "", "")[0]
+            == labelled(body["workload"])
+            == labelled(asdict(preset(NAMES[row[0]]).workload()))
+        )
+        assert row[4:6] == [f"{body[host] / GIB:.1f} GiB" for host in ("host", "host_packed")]
+
+
+def test_every_label_of_the_table_of_several_gpus_is_of_its_case() -> None:
+    """The model, the output, the forwards and the times are of one case of several_gpus.json."""
+    part = README.read_text().split("<!-- several: make readme-table -->")[1].split("<!-- end -->")[0]
+    body = json.loads(readme_table.SEVERAL.read_text())
+    rows = cells(part, ["GPUs", "model", "output", "forwards per step"])
+    machines = {name: machine for machine, name in readme_table.SEVERAL_GPUS.items()}
+    assert {row[0] for row in rows} == {*machines} and len({(row[0], row[1]) for row in rows}) == len(rows)
+    for gpus, model, output, forwards, ours, layerwise, everything, how in rows:
+        said = labels(model, output, "sample", forwards, "", "")[0]
+        title = next(title for title, workload in body["workloads"].items() if labelled(workload) == said)
+        ways, memory = (
+            body["machines"][machines[gpus]]["models"][title]["ways"],
+            body["machines"][machines[gpus]]["card, GB"],
+        )
+        for cell, names in ((ours, [n for n in ways if n.startswith(readme_table.OURS)]), (layerwise, ["layerwise"])):
+            found = [
+                way for way in (ways[n] for n in names) if isinstance(way, dict) and cell.endswith(f", {way['GB']} GB")
+            ]
+            times = [float(cell.split()[0]) / int(forwards) for _ in found]
+            assert any(
+                1e3 * time == pytest.approx(way["ms"], rel=0.02) for time, way in zip(times, found, strict=True)
+            ), cell
+            assert all(way["GB"] < memory for way in found)
+        assert everything.endswith(f"{ways['resident']['GB']} GB") and how == "planned"
+        assert everything.startswith("needs") is (ways["resident"]["GB"] > memory)
+
+
+def test_the_first_figures_are_of_their_rows() -> None:
+    text = " ".join(README.read_text().split("<!-- figures: make readme-table -->")[1].split("<!-- end -->")[0].split())
+    found = re.search(r"^FLUX.1-dev in bfloat16 \((\S+)\) on a (\d+) GB (.+?) is planned at \*\*(\S+) s per step", text)
+    assert found is not None, text
+    body = next(
+        body
+        for body in json.loads(readme_gpus.PLANNED.read_text())
+        if (body["workload"]["model"], body["gpu"]) == ("flux.1-dev", found[3])
+    )
+    assert found[1] == "1024x1024" and int(found[2]) == readme_gpus.GPUS[found[3]].memory
+    assert float(found[4]) == pytest.approx(
+        body["workload"]["forwards"] * body["ways"][CHUNKFLOW]["forward_s"], rel=0.02
+    )
+    arms = json.loads((BENCHMARKS / "h100.json").read_text())["cases"][MEASURED[1][1]]["record"]["arms"]
+    for arm in ("chunkflow@50%", "inductor"):
+        assert f"{1e3 * arms[arm]['step_s']:.0f} ms" in text.split("Measured on one H100")[1]
+
+
+def test_every_label_of_the_charts_is_of_its_rows() -> None:
+    """One chart per model, a curve per GPU; no label contains a private word."""
+    rows = readme_gpus.planned()
+    data = chart_data(rows)
+    names = {readme_table.label(name): name for name in readme_gpus.GPUS}
+    assert [NAMES[title.split(",")[0]] for title in data] == [*MODELS]
+    for title, panel in data.items():
+        found = re.fullmatch(r"(.+?), (.+), one timestep per (\w+), (\d) forwards? per step", title)
+        assert found is not None, title
+        for name, curve in panel["curves"].items():
+            row = next(r for r in rows if (MODELS[r.workload.model], r.gpu) == (found[1], names[name]))
+            assert labels(*found.groups(), "", "")[0] == labelled(asdict(row.workload))
+            assert curve[-1] == (row.on.budget, pytest.approx(int(found[4]) * row.ways[CHUNKFLOW].forward_s, rel=1e-5))
+        said = [title, *panel["curves"], *(way for _, way, _, _ in panel["points"])]
+        assert not re.search(r"\b(card|link|plain|drive|room|kind|beside)\b", " ".join(said))
+    points = data[next(iter(data))]["points"]
+    assert [step_s for _, way, _, step_s in points if way == "measured"] == [
+        pytest.approx(row.ways[CHUNKFLOW].forward_s) for row in readme_table.measured()[0]
+    ]
+
+
+def test_a_changed_row_is_a_stale_readme() -> None:
+    """Another time, budget, number of forwards or form of the timestep: the README and the charts differ."""
+    rows, text = readme_gpus.planned(), README.read_text()
+    row = next(row for row in rows if row.gpu == "RTX 4080" and row.workload.model == "qwen-image")
+    slower = replace(row.ways[CHUNKFLOW], forward_s=2 * row.ways[CHUNKFLOW].forward_s)
+    for changed in (
+        replace(row, ways={**row.ways, CHUNKFLOW: slower}, curve=[(n, 2 * s) for n, s in row.curve]),
+        replace(row, workload=replace(row.workload, forwards=1)),
+    ):
+        others = [changed if each is row else each for each in rows]
+        assert written(text, others) != text and digest(others) != digest(rows)
+
+
+def test_every_case_of_the_page_is_planned() -> None:
     rows = planned()
-    assert [(row.workload, row.gpus) for row in rows] == [*readme_table.cases()]
+    assert [(row.workload, row.gpus) for row in rows] == [*methods.cases()]
     for row in rows:
         ours, group, plain = (row.ways[way] for way in (CHUNKFLOW, GROUP, PLAIN))
         assert ours.nbytes <= min(row.available, plain.nbytes) and ours.forward_s <= group.forward_s * 1.001, row
@@ -74,7 +230,7 @@ def recorded() -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 def labels(model: str, output: str, form: str, forwards: str, gpus: str, how: str) -> tuple[dict[str, Any], str, str]:
-    """What labels of the README claim, as :func:`recorded` has it."""
+    """What labels claim, as :func:`recorded` returns it."""
     found = re.fullmatch(r"(?:(\d+) frames of )?(\d+)x(\d+)", output)
     assert found is not None, output
     frames, height, width = (int(n or 1) for n in found.groups())
@@ -89,15 +245,14 @@ def labelled(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_labels(text: str) -> list[tuple[dict[str, Any], str, str]]:
-    part = text.split("<!-- table:")[1].split("<!-- end -->")[0]
-    lines = (line for line in part.splitlines() if line.startswith("|"))
+    lines = (line for line in text.splitlines() if line.startswith("|"))
     head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
     assert head[:5] == ["model", "output", "one timestep per", "forwards per step", "GPU"]
     return [labels(*row[:5], row[-1]) for row in rows]
 
 
-def test_every_label_of_the_table_is_of_the_case_that_was_run_or_planned() -> None:
-    shown = table_labels(README.read_text())
+def test_every_label_of_the_page_is_of_the_case_that_was_run_or_planned() -> None:
+    shown = table_labels(PAGE.read_text())
     cases = [(labelled(workload), gpus, how) for workload, gpus, how in recorded()]
     assert len(shown) == len(cases) == len(all_rows()) and all(case in shown for case in cases)
     assert [(labelled(asdict(row.workload)), row.gpus, row.how) for row in all_rows()] == shown, (
@@ -117,12 +272,12 @@ def replace_timestep(workload: dict[str, Any]) -> dict[str, Any]:
     return {**workload, "timestep": {"token": "sample", "sample": "token"}[workload["timestep"]]}
 
 
-def test_every_label_of_the_first_lines_is_of_its_case() -> None:
+def test_every_label_of_the_first_lines_of_the_page_is_of_its_case() -> None:
     """The forward that was measured, and the one that the pipeline runs; each figure stands beside its own label."""
-    first = " ".join(README.read_text().splitlines()[:11]).split("<!-- chart:")[1]
+    first = " ".join(PAGE.read_text().split("\n![")[0].splitlines())
     form = r"\(((?:\d+ frames of )?\d+x\d+), one timestep per (\w+)\)"
     found = re.search(
-        rf"Measured on \[one (.+?)\]\(docs/benchmarks/(\w+)\.md\).* one forward of ([\w. -]+) {form} takes (.+?) "
+        rf"Measured on \[one (.+?)\]\((\w+)\.md\).* one forward of ([\w. -]+) {form} takes (.+?) "
         rf"The pipeline of this model passes one timestep per (\w+) and runs (\d) forwards per step: "
         rf"such a forward {form} is planned, not measured, at (.+?);",
         first,
@@ -142,10 +297,10 @@ def test_every_label_of_the_first_lines_is_of_its_case() -> None:
     assert form == called_form != run_form
     for row, said in ((run, run_figures), (called, called_figures)):
         for way in (CHUNKFLOW, PLAIN, GROUP):
-            assert " and ".join(readme_table._figures(row.ways[way])) in said, way
+            assert " and ".join(methods.figures(row.ways[way])) in said, way
 
 
-def test_every_label_of_the_chart_is_of_its_case() -> None:
+def test_every_label_of_the_chart_of_the_page_is_of_its_case() -> None:
     rows, bars = in_chart(all_rows()), groups(in_chart(all_rows()))
     told = {}
     for title, ways in bars.items():
@@ -177,7 +332,7 @@ def test_a_label_follows_its_case(changed: dict[str, Any], tmp_path: Path) -> No
     file.write_text(json.dumps(body))
     (row, *_), (before, *_) = measured(tmp_path), measured()
     assert groups([row]) != groups([before]) and table([row]) != table([before])
-    assert readme_table.digest([row]) != readme_table.digest([before])
+    assert methods.digest([row]) != methods.digest([before])
 
 
 def test_the_next_gpu_measures_the_call_that_the_pipeline_makes(tmp_path: Path) -> None:
@@ -194,7 +349,17 @@ def test_the_next_gpu_measures_the_call_that_the_pipeline_makes(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_the_planner_says_so_still() -> None:
+def test_the_planner_predicts_the_same_row_still() -> None:
+    """If it does not: make readme-table PLAN=--plan."""
+    old = next(row for row in readme_gpus.planned() if (row.workload.model, row.gpu) == ("flux.1-dev", "RTX 4060 Ti"))
+    new = readme_gpus.plan(readme_gpus.Planned("flux.1-dev"), "RTX 4060 Ti")
+    assert (new.least, new.host, new.host_packed) == (old.least, old.host, old.host_packed)
+    for name, way in new.ways.items():
+        assert (way.forward_s, way.nbytes) == (pytest.approx(old.ways[name].forward_s, rel=1e-4), old.ways[name].nbytes)
+
+
+@pytest.mark.long
+def test_the_planner_predicts_the_same_forwards_still() -> None:
     """If it does not: make readme-table PLAN=--plan."""
     workload = preset("wan2.2-ti2v-5b").workload()
     old = {row.gpus: row for row in planned() if row.workload == workload}
@@ -216,8 +381,20 @@ def test_what_is_missing_is_said(
         ChunkflowError, match=r"planned.json is missing: it has the planned forwards. Write it again with --plan"
     ):
         planned(tmp_path / "planned.json")
-    with pytest.raises(ChunkflowError, match=r"README.md has no place for the chart: put <!-- chart"):
-        written("# ChunkFlow\n", all_rows())
+    with pytest.raises(
+        ChunkflowError, match=r"gpus.json is missing: it contains the planned rows. Write it again with --plan"
+    ):
+        readme_gpus.planned(tmp_path / "gpus.json")
+    with pytest.raises(
+        ChunkflowError, match=r"The planned rows lack flux.1-dev on the RTX 4060 Ti. Plan them with --plan"
+    ):
+        written(README.read_text(), [])
+    with pytest.raises(
+        ChunkflowError, match=r"gpus.json is missing: it contains the plans for several GPUs. Write it again"
+    ):
+        readme_table.several(tmp_path / "several_gpus.json")
+    with pytest.raises(ChunkflowError, match=r"README.md has no place for the figures: put <!-- figures"):
+        written("# ChunkFlow\n", readme_gpus.planned())
     with pytest.raises(ChunkflowError, match=r"The planned forwards lack the measured one as the pipeline calls it"):
         pair(measured())
     before = README.read_bytes()

@@ -1,386 +1,299 @@
-"""The chart and the table of the README: forwards measured on single GPUs, and forwards planned for others.
+"""The generated parts of the README (its first figures, the table by GPU, the charts), and the page methods.md.
 
-    python docs/benchmarks/readme_table.py           # from the JSON of the GPUs' pages and from readme_planned.json
-    python docs/benchmarks/readme_table.py --plan    # plans first: traces five models, twenty minutes of one core
+    python docs/benchmarks/readme_table.py           # from the JSON files in this folder
+    python docs/benchmarks/readme_table.py --plan    # plans again first: traces five models, more than an hour of one core
 
-Measured forwards are those of the cases in ``h100.json`` and ``h200.json``.  Planned ones are what ``chunkflow
-simulate`` predicts, on regions cut at blocks and collectives only.  Every label (model, frames, resolution, form of the
-timestep, forwards per step) is made from the workload that a case records.  Needs no network; the chart needs matplotlib.
+Rows by GPU are those of ``readme_gpus.json``, and what ``h100.json`` measured.  Every label (model, frames, resolution, form
+of the timestep, forwards per step) is made from the workload that a row records.  Needs no network; charts need matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
+import methods
+import readme_gpus
+from methods import BENCHMARKS, DOCS, filled
+from readme_gpus import (
+    CHUNKFLOW,
+    EXAMPLE,
+    GIB,
+    GPUS,
+    GROUP,
+    HOST_OF_32_GB,
+    IN_ITS_MEMORY,
+    MODEL,
+    MODELS,
+    ON_SSD,
+    PACKED,
+    SSD,
+    Row,
+)
 from tabulate import tabulate
-from tqdm import tqdm
 
-from chunkflow_compile.catalog.eager_cost import eager_cost
-from chunkflow_compile.catalog.presets import Preset, Workload, preset
-from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.peers import on_peers
-from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.placement.choice import to_peers
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, place
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
-from chunkflow_compile.simulate.group_offload import play_group_offload, there_and_back_s
 
-BENCHMARKS = Path(__file__).parent
-DOCS = BENCHMARKS.parent
 README = DOCS.parent / "README.md"
-PLANNED = BENCHMARKS / "readme_planned.json"
-CHART = DOCS / "measured.png"
+CHART = DOCS / "on_your_gpu.png"
 # The script writes what lies between <!-- NAME: make readme-table --> and the end after it.
 PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
-
-# Page, its case, the GPU, and the arms of ChunkFlow that are shown.
-MEASURED = (
-    ("h200", "wan2.2-ti2v-5b, frames 81", "H200", ("chunkflow",)),
-    ("h100", "flux.1-dev, height 1024, width 1024", "H100", ("chunkflow", "chunkflow@25%", "chunkflow@50%")),
+# The GPU of :data:`GPUS` whose measurements are shown.
+MEASURED_ON = "H100 SXM"
+# Of the axis of times, in seconds.
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+# Hosts of several_gpus.json, by the title in the table, and the beginnings of the names of ChunkFlow's plans there.
+SEVERAL, SEVERAL_GPUS = (
+    BENCHMARKS / "several_gpus.json",
+    {
+        "2 x rtx-4090-pcie": "2 x 24 GB: RTX 4090",
+        "4 x l40s-pcie": "4 x 48 GB: L40S",
+    },
 )
-MODELS = {
-    "flux.1-dev": "FLUX.1-dev",
-    "qwen-image": "Qwen-Image",
-    "wan2.2-ti2v-5b": "Wan2.2 5B",
-    "wan2.2-t2v-a14b": "Wan2.2 A14B",
-    "hunyuanvideo": "HunyuanVideo",
-}
+OURS = ("host, ", "the mix, ")
+COLOURS = ("#4c78a8", "#f2a541", "#d64545", "#59a14f", "#9c6ade", "#7f7f7f")
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """GPUs of one host: their profile, and how many ranks run on them."""
-
-    profile: str
-    ranks: int
-
-    @property
-    def nominal_gib(self) -> int:
-        """Memory of each by its data sheet, in GiB."""
-        return load_profile(self.profile).memory_bytes >> 30
+def measured(folder: Path = BENCHMARKS) -> list[tuple[methods.Row, methods.Row]]:
+    """What was measured with the pipeline's own call: in the memory that is shown, and in that of group offload."""
+    rows = [row for row in methods.measured(folder) if row.gpus == "H100"]
+    return [(rows[2], rows[0])]
 
 
-GPUS = {
-    "RTX 4090": Gpus("rtx-4090-pcie", 1),
-    "RTX 5090": Gpus("rtx-5090-pcie", 1),
-    "H100": Gpus("h100-nvlink", 1),
-    "8 x H100": Gpus("h100-nvlink", 8),
-    "H200": Gpus("h200", 1),
-}
-# A way fits if its bytes are at most the nominal memory of a GPU less this, for the CUDA context, the workspaces of libraries
-# and fragmentation.  Memory that other processes hold is not subtracted.
-RESERVED_GIB = 1
-# Preset, GPUs, and sizes other than the usual ones.  The first is what the H200 measured with one timestep per sample, as
-# the pipeline calls the model.
-CASES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
-    ("wan2.2-ti2v-5b", "H200", {"frames": 81}),
-    *((model, gpus, {}) for model in MODELS for gpus in ("RTX 4090", "RTX 5090", "H100", "8 x H100")),
-)
-# As in several_gpus.py: regions cut at blocks and collectives only, and large chunks.
-GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
-# Of a line of the README.
-WIDTH = 128
-PLAIN, GROUP, CHUNKFLOW = "torch.compile", "group offload", "ChunkFlow"
+def table(rows: Sequence[Row], folder: Path = BENCHMARKS) -> str:
+    """A row for each model on each GPU; measured rows follow the planned ones of their GPU."""
+    lines = []
+    for name in GPUS:
+        lines += [_planned(row) for row in rows if row.gpu == name]
+        lines += [_measured(*pair) for pair in measured(folder)] if name == MEASURED_ON else []
+    head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW} in its memory", MODEL, "")
+    return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """Seconds of one forward, and bytes of weights and activations on each GPU."""
-
-    forward_s: float
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What was measured or planned of a workload on ``gpus``, a key of :data:`GPUS`.
-
-    ``ways``: by name; those that do not fit are included.  ``once_s``: seconds of copies per generation under model
-    offload, None if they were not measured.  ``how``: measured or planned.
-    """
-
-    workload: Workload
-    gpus: str
-    ways: Mapping[str, Way]
-    once_s: float | None
-    how: str
-
-    @property
-    def available(self) -> int:
-        """Bytes of a GPU that a way may take: the nominal ones less those reserved."""
-        return GPUS[self.gpus].nominal_gib - RESERVED_GIB << 30
-
-    def fits(self, way: str) -> bool:
-        return self.ways[way].nbytes <= self.available
+def _planned(row: Row) -> tuple[str, ...]:
+    on = row.on
+    if row.fits(CHUNKFLOW):
+        way = row.ways[CHUNKFLOW]
+        ours = (f"{on.budget} GiB", seconds(way.forward_s), f"**{seconds(row.step_s(CHUNKFLOW))}**")
+    else:
+        ours = (needed(row.least), "", "")
+    same = figures(row, IN_ITS_MEMORY) if IN_ITS_MEMORY in row.ways else ""
+    others = [figures(row, way) if row.fits(way) else needed(row.ways[way].nbytes) for way in (GROUP, MODEL)]
+    return (label(row.gpu), MODELS[row.workload.model], *ours, others[0], same, others[1], row.how)
 
 
-def measured(folder: Path = BENCHMARKS) -> list[Row]:
-    """The rows that were measured.  Raises ChunkflowError if a page's JSON, or a case of it, is missing."""
-    rows = []
-    for page, case, gpus, arms in MEASURED:
-        path = folder / f"{page}.json"
-        if not path.exists():
-            raise ChunkflowError(
-                f"{path} is missing: it has what was measured on the {gpus}. Restore it from version control."
-            )
-        cases = json.loads(path.read_text())["cases"]
-        if case not in cases:
-            raise ChunkflowError(f"{path} has no case {case!r}; it has {', '.join(cases)}.")
-        workload, found = Workload.from_json(cases[case]["workload"]), cases[case]["record"]
-        for arm in arms:
-            named = {PLAIN: "inductor", GROUP: "diffusers-group-offload-compiled", CHUNKFLOW: arm}
-            ways = {  # a step of the benchmark is one forward
-                way: Way(forward_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a])
-                for way, a in named.items()
-            }
-            rows.append(Row(workload=workload, gpus=gpus, ways=ways, once_s=None, how="measured"))
-    return rows
-
-
-def planned(path: Path = PLANNED) -> list[Row]:
-    """The rows that are planned.  Raises ChunkflowError if their file is missing."""
-    if not path.exists():
-        raise ChunkflowError(f"{path} is missing: it has the planned forwards. Write it again with --plan.")
-    return [_row(body) for body in json.loads(path.read_text())]
-
-
-def _row(body: Mapping[str, Any]) -> Row:
-    ways = {name: Way(**way) for name, way in body["ways"].items()}
-    return Row(**{**body, "workload": Workload.from_json(body["workload"]), "ways": ways})
-
-
-def cases() -> Iterator[tuple[Workload, str]]:
-    """The workloads that are planned, each with its GPUs, in the order of the table."""
-    for model, gpus, sizes in CASES:
-        known = preset(model)
-        yield known.workload(replace(known.sizes, **sizes)), gpus
-
-
-def plan(workload: Workload, ranks: int) -> list[Row]:
-    """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
-    known = preset(workload.model)
-    cut = make_cut(replace(known.trace(ranks, workload.sizes), fused=True), GROUP_BYTES)
-    activations = _activations(known, workload) // ranks  # those of a rank are of its part of the tokens
-    return [
-        _on(workload, cut, activations, gpus)
-        for each, gpus in cases()
-        if each == workload and GPUS[gpus].ranks == ranks
+def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
+    """The transformer alone; a forward is a step where there is one forward per step."""
+    times = [
+        row.workload.forwards * row.ways[way].forward_s
+        for row, way in ((ours, CHUNKFLOW), (ours, GROUP), (same, CHUNKFLOW))
     ]
+    mine, group = ours.ways[CHUNKFLOW], ours.ways[GROUP]
+    again = f"{seconds(times[2])}, {gib(same.ways[CHUNKFLOW].nbytes)}"
+    cells = (gib(mine.nbytes), seconds(mine.forward_s), f"**{seconds(times[0])}**")
+    model = MODELS[ours.workload.model]
+    return (label(MEASURED_ON), model, *cells, f"{seconds(times[1])}, {gib(group.nbytes)}", again, "", ours.how)
 
 
-def _activations(known: Preset, workload: Workload) -> int:
-    import torch
-
-    return eager_cost(partial(known.build, workload.sizes, torch.device("cpu")), torch.bfloat16).activations
-
-
-def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
-    hardware, ranks, problem = load_profile(GPUS[gpus].profile), GPUS[gpus].ranks, cut.problem
-    planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
-    group = play_group_offload(problem, hardware)
-    ways = {
-        PLAIN: _way(planned(problem, policy="resident"), activations),
-        GROUP: Way(forward_s=group.timeline.step_s, nbytes=group.device_bytes + activations),
-    }
-    row = Row(
-        workload=workload,
-        gpus=gpus,
-        ways=ways,
-        once_s=there_and_back_s(problem.total_bytes, hardware),
-        how="planned",
-    )
-    smallest = partial(planned, slowdown=DEFAULT_SLOWDOWN)
-    if not hardware.why_no_peers(ranks):
-        rate = hardware.rate_beside_pulls(ranks)
-        problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
-    chosen = smallest(problem)
-    if chosen.device_bytes < group.device_bytes:  # give it the same bytes
-        chosen = planned(problem, memory=group.device_bytes)
-    if chosen.device_bytes + activations > row.available:
-        chosen = planned(problem, memory=row.available - activations)
-    return replace(row, ways={**ways, CHUNKFLOW: _way(chosen, activations)})
+def label(name: str) -> str:
+    """A GPU as the first column names it."""
+    return f"{GPUS[name].memory} GB: {name}"
 
 
-def _way(plan: Plan, activations: int) -> Way:
-    assert plan.predicted is not None
-    return Way(forward_s=plan.predicted.step_s, nbytes=plan.device_bytes + activations)
+def figures(row: Row, way: str) -> str:
+    """The time per step and the GPU memory, as text."""
+    return f"{seconds(row.step_s(way))}, {gib(row.ways[way].nbytes)}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The table of the README."""
-    return tabulate(
-        [
-            (
-                MODELS[row.workload.model],
-                row.workload.sizes,
-                row.workload.timestep,
-                row.workload.forwards,
-                row.gpus,
-                _cell(row, PLAIN),
-                "" if row.once_s is None else f"{row.once_s:.0f} s" if row.fits(PLAIN) else "does not fit",
-                _cell(row, GROUP),
-                _cell(row, CHUNKFLOW),
-                row.how,
-            )
-            for row in rows
-        ],
-        headers=(
-            "model",
-            "output",
-            "one timestep per",
-            "forwards per step",
-            "GPU",
-            f"`{PLAIN}`",
-            "model offload, extra per generation",
-            GROUP,
-            f"**{CHUNKFLOW}**",
-            "",
-        ),
-        tablefmt="github",
-    )
+def seconds(value: float) -> str:
+    """A time, as text."""
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} s"
 
 
-def legend() -> str:
-    """What "does not fit" compares with."""
-    nominal = ", ".join(f"{name} {gpus.nominal_gib} GiB" for name, gpus in GPUS.items() if gpus.ranks == 1)
-    return _filled(
-        f"*Does not fit*: weights and activations take more than the nominal memory of a GPU ({nominal}) less "
-        f"{RESERVED_GIB} GiB for the CUDA context, the workspaces of libraries and fragmentation. Memory that other "
-        "processes hold is not subtracted."
-    )
+def gib(nbytes: float) -> str:
+    """Memory, as text."""
+    return f"{nbytes / GIB:.1f} GiB"
 
 
-def _filled(text: str) -> str:
-    """In lines of at most WIDTH, a number and its unit in one line."""
-    together = re.sub(r"(?<=\d) (?=s\b|ms|GiB)", "\u00a0", text)
-    return fill(together, width=WIDTH, break_long_words=False, break_on_hyphens=False).replace("\u00a0", " ")
+def needed(nbytes: int) -> str:
+    """What does not fit."""
+    return f"needs {gib(nbytes)}"
 
 
-def _cell(row: Row, way: str) -> str:
-    if not row.fits(way):
-        return f"{row.ways[way].nbytes / 2**30:.0f} GiB: does not fit"
-    return ", ".join(_figures(row.ways[way]))
+def models(rows: Sequence[Row]) -> str:
+    """What the rows of each model compute, and the host memory that it takes."""
+    lines = []
+    for row in (row for row in rows if row.gpu == EXAMPLE):
+        work, host = row.workload, (gib(row.host), gib(row.host_packed))
+        lines.append((MODELS[work.model], work.sizes, work.timestep, work.forwards, *host, _short(row)))
+    head = ("model", "output", "one timestep per", "forwards per step", "host memory", f"with `{PACKED}`")
+    on = f"step with `host_memory={_size(HOST_OF_32_GB)}`, {EXAMPLE}, SSD of {SSD / 1e9:g} GB/s"
+    return tabulate(lines, headers=(*head, on), tablefmt="github", disable_numparse=True)
 
 
-def _figures(way: Way) -> tuple[str, str]:
-    """Time and memory, as text."""
-    time = f"{way.forward_s:.1f} s" if way.forward_s >= 10 else f"{way.forward_s:.2f} s"
-    if way.forward_s < 1:
-        time = f"{1e3 * way.forward_s:.0f} ms"
-    return time, f"{way.nbytes / 2**30:.1f} GiB"
+def _short(row: Row) -> str:
+    """The step where the weights do not fit the host memory of 32 GB."""
+    return seconds(row.step_s(ON_SSD)) if ON_SSD in row.ways else "all weights fit"
 
 
-def groups(shown: Sequence[Row]) -> dict[str, dict[str, Way]]:
-    """The bars of the chart: for each workload on a GPU its label, and the ways by theirs."""
-    bars = dict[str, dict[str, Way]]()
-    for row in shown:
-        known, forwards = row.workload, f"{row.workload.forwards} forward{'s' * (row.workload.forwards > 1)} per step"
-        mine = bars.setdefault(f"{MODELS[known.model]}, {known}, {forwards}, {row.gpus}: {row.how}", {})
-        ours = f"{CHUNKFLOW}, {_figures(row.ways[CHUNKFLOW])[1]}"
-        mine |= {**row.ways, ours: row.ways[CHUNKFLOW]}
-        mine.pop(CHUNKFLOW)
-    return bars
-
-
-def draw(shown: Sequence[Row], path: Path) -> None:
-    """The chart.  Raises ChunkflowError without matplotlib."""
-    check_picture(path)
-    bars = groups(shown)
-    figure, axes = new_axes(9.0, 1.1 + 0.21 * sum(1.5 + len(ways) for ways in bars.values()), columns=2)
-    colours = {PLAIN: "#9aa5b1", GROUP: "#f2a541", CHUNKFLOW: "#4c78a8"}
-    for axis, unit, scale in zip(axes, ("time of one forward, ms", "GPU memory, GiB"), (1e3, 2**-30), strict=True):
-        y, ticks, most = 0.0, dict[float, str](), 0.0
-        for title, ways in bars.items():
-            if axis is axes[0]:
-                white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-                axis.text(0, y, title, fontsize=8, weight="bold", va="center", bbox=white).set_in_layout(False)
-                axis.set_zorder(1)  # titles reach over the other axis
-            for name, way in ways.items():
-                y += 1
-                value = scale * (way.forward_s if scale > 1 else way.nbytes)
-                hatch = "" if title.endswith("measured") else "///"
-                color = colours[name.partition(",")[0]]
-                drawn = axis.barh(y, value, color=color, edgecolor="white", hatch=hatch, height=0.75)
-                axis.bar_label(drawn, fmt="%.0f" if scale > 1 else "%.1f", padding=3, fontsize=8)
-                ticks[y], most = name, max(most, value)
-            y += 1.5
-        axis.set(xlabel=unit, xlim=(0, 1.18 * most), ylim=(y - 0.75, -0.75))
-        axis.set_yticks(list(ticks), ticks.values() if axis is axes[0] else [""] * len(ticks), fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.patch.set_visible(False)
-    save_figure(figure, path)
-
-
-def digest(shown: Sequence[Row]) -> str:
-    """Of what the chart shows, so that a stale one is found without drawing it."""
-    bars = {title: {name: asdict(way) for name, way in ways.items()} for title, ways in groups(shown).items()}
-    return sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def pair(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """The forward that was measured with another form of the timestep than the pipeline's, and the pipeline's, planned.
-
-    Raises ChunkflowError if there are no two such rows.
-    """
+def _example(rows: Sequence[Row], model: str) -> Row:
+    """The row of a model on the GPU of the examples.  Raises ChunkflowError if it is not planned."""
     for row in rows:
-        as_called = replace(row.workload, timestep=preset(row.workload.model).timestep)
-        for other in rows:
-            if other.workload == as_called != row.workload and (other.gpus, row.how) == (row.gpus, "measured"):
-                return row, other
-    raise ChunkflowError("The planned forwards lack the measured one as the pipeline calls it. Plan it with --plan.")
+        if (row.workload.model, row.gpu) == (model, EXAMPLE):
+            return row
+    raise ChunkflowError(f"The planned rows lack {model} on the {EXAMPLE}. Plan them with --plan.")
 
 
-def all_rows() -> list[Row]:
-    """Those of the table, in its order: a measured workload, and the same as its pipeline calls it, come first."""
-    return sorted([*measured(), *planned()], key=lambda row: row.gpus != MEASURED[0][2])
+def _size(nbytes: int) -> str:
+    return f'"{nbytes // GIB}GiB"'
 
 
-def in_chart(rows: Sequence[Row]) -> list[Row]:
-    """What was measured, and the planned row that belongs to one of these."""
-    called = pair(rows)[1]
-    return [row for row in rows if row.how == "measured" or row is called]
+def several(path: Path = SEVERAL) -> str:
+    """A row for each model on two and on four GPUs of one host, from the figures of several_gpus.md.
+
+    Raises ChunkflowError if their file is missing.
+    """
+    if not path.exists():
+        raise ChunkflowError(
+            f"{path} is missing: it contains the plans for several GPUs. Write it again: make several-gpus."
+        )
+    body, lines = json.loads(path.read_text()), []
+    for machine, name in SEVERAL_GPUS.items():
+        memory = body["machines"][machine]["card, GB"]
+        for title, model in body["machines"][machine]["models"].items():
+            work = Workload.from_json(body["workloads"][title])
+            if work.sizes.height * work.sizes.width < preset(work.model).sizes.height * preset(work.model).sizes.width:
+                continue  # a smaller output of a model that is shown at its usual one
+            ways = {way: found for way, found in model["ways"].items() if isinstance(found, dict)}
+            ours = [way for way in ways if way.startswith(OURS) and ways[way]["GB"] < memory - 2]
+            best = min(ours, key=lambda way: (ways[way]["ms"], ways[way]["GB"]))
+            cells = []
+            for way in (ways[best], ways["layerwise"], ways["resident"]):
+                step_s, needs = work.forwards * way["ms"] / 1e3, way["GB"] > memory
+                cells.append(f"needs {way['GB']} GB" if needs else f"{seconds(step_s)}, {way['GB']} GB")
+            lines.append((name, MODELS[work.model], work.sizes, work.forwards, *cells, "planned"))
+    head = ("GPUs", "model", "output", "forwards per step", f"{CHUNKFLOW}: step, weights per GPU")
+    return tabulate(
+        lines,
+        headers=(*head, "layerwise offload", "all weights on each GPU", ""),
+        tablefmt="github",
+        disable_numparse=True,
+    )
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """The first sentences with figures."""
-    run, called = pair(rows)
-    page = next(page for page, _, gpus, _ in MEASURED if gpus == run.gpus)
-
-    def figures(row: Row, way: str) -> str:
-        return " and ".join(_figures(row.ways[way]))
-
-    return _filled(
-        f"Measured on [one {run.gpus}](docs/benchmarks/{page}.md) with random weights: one forward of "
-        f"{MODELS[run.workload.model]} ({run.workload}) takes **{figures(run, CHUNKFLOW)}** of GPU memory, versus "
-        f"{figures(run, PLAIN)} with `torch.compile` alone and {figures(run, GROUP)} with diffusers' group offload. "
-        f"The pipeline of this model passes one timestep per {called.workload.timestep} and runs {called.workload.forwards} "
-        f"forwards per step: such a forward ({called.workload}) is {called.how}, not measured, at "
-        f"{figures(called, CHUNKFLOW)}, versus {figures(called, PLAIN)}, and {figures(called, GROUP)}; planned memory counts "
-        "the activations of eager mode, an upper estimate."
+    """The first figures: planned for a GPU on which the model does not fit, and measured."""
+    row, (ours, _) = _example(rows, "flux.1-dev"), measured()[0]
+    model, on = MODELS[row.workload.model], f"{row.on.memory} GB {row.gpu}"
+    mine, alone = (methods.figures(ours.ways[way]) for way in (CHUNKFLOW, methods.PLAIN))
+    group = f"{seconds(row.step_s(GROUP))} and {gib(row.ways[GROUP].nbytes)}"
+    return filled(
+        f"{model} in bfloat16 ({row.workload.sizes}) on a {on} is planned at "
+        f"**{seconds(row.step_s(CHUNKFLOW))} per step with `memory={_size(row.on.budget * GIB)}`**; group offload in "
+        f"diffusers takes {group}, and model offload "
+        f"{needed(row.ways[MODEL].nbytes)}. Measured on one H100: {mine[0]} and {mine[1]} per forward, versus {alone[0]} and "
+        f"{alone[1]} with `torch.compile` alone."
     )
 
 
+def short_of_ram(rows: Sequence[Row]) -> str:
+    """How to run with 32 GB of RAM, and what it costs."""
+    row = _example(rows, "flux.1-dev")
+    call = f"compile(pipe, memory={_size(row.on.budget * GIB)}"
+    times = {way: seconds(row.step_s(way)) for way in (CHUNKFLOW, PACKED, ON_SSD)}
+    return filled(
+        f"**With 32 GB of RAM** the {gib(row.host)} of {MODELS[row.workload.model]} do not fit next to the operating system. "
+        f"`{call}, pack=True)` packs the bfloat16 weights without loss into {gib(row.host_packed)}, planned at "
+        f"{times[PACKED]} per step on the {row.gpu}, compared with {times[CHUNKFLOW]} if all weights fit. `{call}, "
+        f"host_memory={_size(HOST_OF_32_GB)})` leaves the remaining weights on an SSD, from which every step reads the ones "
+        f"that stream, planned at {times[ON_SSD]} per step with an SSD that reads {SSD / 1e9:g} GB/s. Both can be combined. "
+        "[More about host memory](docs/host_memory.md)."
+    )
+
+
+def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """What the charts show: for each model its curves by GPU, and single points; GiB and seconds of a step."""
+    data = dict[str, dict[str, Any]]()
+    for row in (row for row in rows if row.curve):
+        work = row.workload
+        forwards = f"{work.forwards} forward{'s' * (work.forwards > 1)} per step"
+        panel = data.setdefault(f"{MODELS[work.model]}, {work}, {forwards}", {"curves": {}, "points": []})
+        curve = [(nbytes / GIB, work.forwards * forward_s) for nbytes, forward_s in row.curve]
+        panel["curves"][label(row.gpu)] = curve
+        panel["points"] += [
+            (label(row.gpu), way, row.ways[way].nbytes / GIB, row.step_s(way))
+            for way in (GROUP, MODEL)
+            if row.fits(way)
+        ]
+        if row.gpu == MEASURED_ON:
+            panel["points"] += [
+                (label(row.gpu), "measured", each.ways[CHUNKFLOW].nbytes / GIB, each.ways[CHUNKFLOW].forward_s)
+                for pair in measured()
+                for each in pair
+                if each.workload == work
+            ]
+    return data
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """Of what the charts show, so that stale ones are found without drawing them."""
+    return sha256(json.dumps(chart_data(rows), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A chart for each model.  Raises ChunkflowError without matplotlib."""
+    check_picture(path)
+    data = chart_data(rows)
+    figure, axes = new_axes(10.0, 9.5, columns=2, heights=(1.0, 1.0, 1.0))
+    names = [label(name) for name in GPUS]
+    colour = dict(zip(names, COLOURS, strict=True))
+    markers = {
+        GROUP: ("x", f"{GROUP}, planned"),
+        MODEL: ("s", f"{MODEL}, planned"),
+        "measured": ("*", "ChunkFlow, measured"),
+    }
+    *panels, last = axes.flat
+    for axis, (title, panel) in zip(panels, data.items(), strict=False):
+        for name, curve in panel["curves"].items():
+            axis.plot(*zip(*curve, strict=True), color=colour[name], marker=".", markersize=4, linewidth=1.4)
+        for name, way, nbytes, step_s in panel["points"]:
+            size = 9 if way == "measured" else 6
+            axis.plot(nbytes, step_s, markers[way][0], color=colour[name], markersize=size, markerfacecolor="none")
+        model, _, rest = title.partition(", ")
+        axis.set_title(f"{model}\n{rest}", fontsize=9)
+        axis.set(xlabel="GPU memory, GiB", ylabel="time per step, s", yscale="log", xscale="log")
+        values = [step_s for curve in panel["curves"].values() for _, step_s in curve]
+        axis.set_xticks(sizes := [2, 4, 8, 16, 32, 64], map(str, sizes))
+        axis.set_yticks(times := [t for t in TICKS if min(values) / 2 < t < 2 * max(values)], [f"{t:g}" for t in times])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in (*panels[len(data) :], last):
+        axis.axis("off")
+    for name in names:
+        last.plot([], [], color=colour[name], marker=".", label=f"ChunkFlow, {name}, planned")
+    for mark, meaning in markers.values():
+        last.plot([], [], mark, color="black", markerfacecolor="none", label=meaning)
+    last.legend(loc="center", frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
 def written(readme: str, rows: Sequence[Row]) -> str:
-    """The README with the table of these rows, and with the digest of their chart as its title.
+    """The README with its parts made from these rows, and with the digest of the charts as the title of the picture.
 
     Raises ChunkflowError if it has no place for one of them.
     """
-    chart = f'![time and GPU memory of one forward on single GPUs](docs/{CHART.name} "{digest(in_chart(rows))}")'
-    for name, body in (("chart", f"{headline(rows)}\n\n{chart}"), ("table", f"{table(rows)}\n\n{legend()}")):
+    chart = f'![time per step over GPU memory, one chart per model](docs/{CHART.name} "{digest(rows)}")'
+    gpus = f"{table(rows)}\n\n{chart}\n\n{models(rows)}\n\n{short_of_ram(rows)}"
+    for name, body in (("figures", headline(rows)), ("gpus", gpus), ("several", several())):
         before, begin, rest = readme.partition(PART.format(name))
         _, end, after = rest.partition(END)
         if not begin or not end:
@@ -393,39 +306,23 @@ def written(readme: str, rows: Sequence[Row]) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="plan again, into readme_planned.json")
+    parser.add_argument("--plan", action="store_true", help="plan again, into readme_gpus.json and readme_planned.json")
     parser.add_argument("--models", default=",".join(MODELS), help="with --plan: those to plan again, others are kept")
     arguments = parser.parse_args(given)
     try:
         if arguments.plan:
-            _plan_again(arguments.models.split(","))
-        rows = all_rows()
-        text = written(README.read_text(), rows)
-        draw(in_chart(rows), CHART)
+            readme_gpus.plan_again(arguments.models.split(","))
+            methods.plan_again(arguments.models.split(","))
+        rows, forwards = readme_gpus.planned(), methods.all_rows()
+        text, page = written(README.read_text(), rows), methods.page(forwards)
+        draw(rows, CHART)
+        methods.draw(methods.in_chart(forwards), methods.CHART)
         README.write_text(text)
+        methods.PAGE.write_text(page)
     except ChunkflowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _plan_again(models: Sequence[str]) -> None:
-    """Plan the models, and keep the rows of others; the file is written after each."""
-    quiet_diffusers()
-    order = list(cases())
-    todo = dict.fromkeys((w, GPUS[gpus].ranks) for w, gpus in order if w.model in models)
-    for workload, ranks in tqdm(todo, desc="workloads and ranks"):
-        found = {(row.workload, row.gpus): row for row in (planned() if PLANNED.exists() else [])}
-        found |= {(row.workload, row.gpus): row for row in plan(workload, ranks)}
-        rows = [_as_json(found[case]) for case in order if case in found]  # a case that is gone leaves no row
-        PLANNED.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    body = asdict(row)
-    for way in body["ways"].values():
-        way["forward_s"] = round(way["forward_s"], 6)
-    return body | {"once_s": None if row.once_s is None else round(row.once_s, 3)}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,413 @@
+"""The page methods.md: forwards measured on single GPUs, and forwards planned for others, method by method.
+
+``make readme-table`` writes it.  Measured forwards are those of the cases in ``h100.json`` and ``h200.json``.  Planned ones,
+in ``readme_planned.json``, are what ``chunkflow simulate`` predicts, on regions cut at blocks and collectives only.  Every
+label (model, frames, resolution, form of the timestep, forwards per step) is made from the workload that a case records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from chunkflow_compile.catalog.eager_cost import eager_cost
+from chunkflow_compile.catalog.presets import Preset, Workload, preset
+from chunkflow_compile.catalog.quiet import quiet_diffusers
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.peers import on_peers
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.placement.choice import to_peers
+from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, place
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
+from chunkflow_compile.simulate.group_offload import play_group_offload, there_and_back_s
+
+BENCHMARKS = Path(__file__).parent
+DOCS = BENCHMARKS.parent
+PAGE = BENCHMARKS / "methods.md"
+PLANNED = BENCHMARKS / "readme_planned.json"
+CHART = DOCS / "measured.png"
+# Page, its case, the GPU, and the arms of ChunkFlow that are shown.
+MEASURED = (
+    ("h200", "wan2.2-ti2v-5b, frames 81", "H200", ("chunkflow",)),
+    ("h100", "flux.1-dev, height 1024, width 1024", "H100", ("chunkflow", "chunkflow@25%", "chunkflow@50%")),
+)
+MODELS = {
+    "flux.1-dev": "FLUX.1-dev",
+    "qwen-image": "Qwen-Image",
+    "wan2.2-ti2v-5b": "Wan2.2 5B",
+    "wan2.2-t2v-a14b": "Wan2.2 A14B",
+    "hunyuanvideo": "HunyuanVideo",
+}
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of one host: their profile, and how many ranks run on them."""
+
+    profile: str
+    ranks: int
+
+    @property
+    def nominal_gib(self) -> int:
+        """Memory of each by its data sheet, in GiB."""
+        return load_profile(self.profile).memory_bytes >> 30
+
+
+GPUS = {
+    "RTX 4090": Gpus("rtx-4090-pcie", 1),
+    "RTX 5090": Gpus("rtx-5090-pcie", 1),
+    "H100": Gpus("h100-nvlink", 1),
+    "8 x H100": Gpus("h100-nvlink", 8),
+    "H200": Gpus("h200", 1),
+}
+# A way fits if its bytes are at most the nominal memory of a GPU less this, for the CUDA context, the workspaces of libraries
+# and fragmentation.  Memory that other processes hold is not subtracted.
+RESERVED_GIB = 1
+# Preset, GPUs, and sizes other than the usual ones.  The first is what the H200 measured with one timestep per sample, as
+# the pipeline calls the model.
+CASES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+    ("wan2.2-ti2v-5b", "H200", {"frames": 81}),
+    *((model, gpus, {}) for model in MODELS for gpus in ("RTX 4090", "RTX 5090", "H100", "8 x H100")),
+)
+# As in several_gpus.py: regions cut at blocks and collectives only, and large chunks.
+GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
+# Of a line of a page.
+WIDTH = 128
+PLAIN, GROUP, CHUNKFLOW = "torch.compile", "group offload", "ChunkFlow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Seconds of one forward, and bytes of weights and activations on each GPU."""
+
+    forward_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was measured or planned of a workload on ``gpus``, a key of :data:`GPUS`.
+
+    ``ways``: by name; those that do not fit are included.  ``once_s``: seconds of copies per generation under model
+    offload, None if they were not measured.  ``how``: measured or planned.
+    """
+
+    workload: Workload
+    gpus: str
+    ways: Mapping[str, Way]
+    once_s: float | None
+    how: str
+
+    @property
+    def available(self) -> int:
+        """Bytes of a GPU that a way may take: the nominal ones less those reserved."""
+        return GPUS[self.gpus].nominal_gib - RESERVED_GIB << 30
+
+    def fits(self, way: str) -> bool:
+        return self.ways[way].nbytes <= self.available
+
+
+def measured(folder: Path = BENCHMARKS) -> list[Row]:
+    """The rows that were measured.  Raises ChunkflowError if a page's JSON, or a case of it, is missing."""
+    rows = []
+    for page, case, gpus, arms in MEASURED:
+        path = folder / f"{page}.json"
+        if not path.exists():
+            raise ChunkflowError(
+                f"{path} is missing: it has what was measured on the {gpus}. Restore it from version control."
+            )
+        cases = json.loads(path.read_text())["cases"]
+        if case not in cases:
+            raise ChunkflowError(f"{path} has no case {case!r}; it has {', '.join(cases)}.")
+        workload, found = Workload.from_json(cases[case]["workload"]), cases[case]["record"]
+        for arm in arms:
+            named = {PLAIN: "inductor", GROUP: "diffusers-group-offload-compiled", CHUNKFLOW: arm}
+            ways = {  # a step of the benchmark is one forward
+                way: Way(forward_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a])
+                for way, a in named.items()
+            }
+            rows.append(Row(workload=workload, gpus=gpus, ways=ways, once_s=None, how="measured"))
+    return rows
+
+
+def planned(path: Path = PLANNED) -> list[Row]:
+    """The rows that are planned.  Raises ChunkflowError if their file is missing."""
+    if not path.exists():
+        raise ChunkflowError(f"{path} is missing: it has the planned forwards. Write it again with --plan.")
+    return [_row(body) for body in json.loads(path.read_text())]
+
+
+def _row(body: Mapping[str, Any]) -> Row:
+    ways = {name: Way(**way) for name, way in body["ways"].items()}
+    return Row(**{**body, "workload": Workload.from_json(body["workload"]), "ways": ways})
+
+
+def cases() -> Iterator[tuple[Workload, str]]:
+    """The workloads that are planned, each with its GPUs, in the order of the table."""
+    for model, gpus, sizes in CASES:
+        known = preset(model)
+        yield known.workload(replace(known.sizes, **sizes)), gpus
+
+
+def plan(workload: Workload, ranks: int) -> list[Row]:
+    """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
+    known = preset(workload.model)
+    cut = make_cut(replace(known.trace(ranks, workload.sizes), fused=True), GROUP_BYTES)
+    activations = _activations(known, workload) // ranks  # those of a rank are of its part of the tokens
+    return [
+        _on(workload, cut, activations, gpus)
+        for each, gpus in cases()
+        if each == workload and GPUS[gpus].ranks == ranks
+    ]
+
+
+def _activations(known: Preset, workload: Workload) -> int:
+    import torch
+
+    return eager_cost(partial(known.build, workload.sizes, torch.device("cpu")), torch.bfloat16).activations
+
+
+def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
+    hardware, ranks, problem = load_profile(GPUS[gpus].profile), GPUS[gpus].ranks, cut.problem
+    planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
+    group = play_group_offload(problem, hardware)
+    ways = {
+        PLAIN: _way(planned(problem, policy="resident"), activations),
+        GROUP: Way(forward_s=group.timeline.step_s, nbytes=group.device_bytes + activations),
+    }
+    row = Row(
+        workload=workload,
+        gpus=gpus,
+        ways=ways,
+        once_s=there_and_back_s(problem.total_bytes, hardware),
+        how="planned",
+    )
+    smallest = partial(planned, slowdown=DEFAULT_SLOWDOWN)
+    if not hardware.why_no_peers(ranks):
+        rate = hardware.rate_beside_pulls(ranks)
+        problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
+    chosen = smallest(problem)
+    if chosen.device_bytes < group.device_bytes:  # give it the same bytes
+        chosen = planned(problem, memory=group.device_bytes)
+    if chosen.device_bytes + activations > row.available:
+        chosen = planned(problem, memory=row.available - activations)
+    return replace(row, ways={**ways, CHUNKFLOW: _way(chosen, activations)})
+
+
+def _way(plan: Plan, activations: int) -> Way:
+    assert plan.predicted is not None
+    return Way(forward_s=plan.predicted.step_s, nbytes=plan.device_bytes + activations)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table of the page."""
+    return tabulate(
+        [
+            (
+                MODELS[row.workload.model],
+                row.workload.sizes,
+                row.workload.timestep,
+                row.workload.forwards,
+                row.gpus,
+                _cell(row, PLAIN),
+                "" if row.once_s is None else f"{row.once_s:.0f} s" if row.fits(PLAIN) else "does not fit",
+                _cell(row, GROUP),
+                _cell(row, CHUNKFLOW),
+                row.how,
+            )
+            for row in rows
+        ],
+        headers=(
+            "model",
+            "output",
+            "one timestep per",
+            "forwards per step",
+            "GPU",
+            f"`{PLAIN}`",
+            "model offload, extra per generation",
+            GROUP,
+            f"**{CHUNKFLOW}**",
+            "",
+        ),
+        tablefmt="github",
+    )
+
+
+def legend() -> str:
+    """What "does not fit" compares with."""
+    nominal = ", ".join(f"{name} {gpus.nominal_gib} GiB" for name, gpus in GPUS.items() if gpus.ranks == 1)
+    return filled(
+        f"*Does not fit*: weights and activations take more than the nominal memory of a GPU ({nominal}) less "
+        f"{RESERVED_GIB} GiB for the CUDA context, the workspaces of libraries and fragmentation. Memory that other "
+        "processes hold is not subtracted."
+    )
+
+
+def filled(text: str) -> str:
+    """In lines of at most WIDTH, a number and its unit in one line."""
+    together = re.sub(r"(?<=\d) (?=s\b|ms|GiB)", "\u00a0", text)
+    return fill(together, width=WIDTH, break_long_words=False, break_on_hyphens=False).replace("\u00a0", " ")
+
+
+def _cell(row: Row, way: str) -> str:
+    if not row.fits(way):
+        return f"{row.ways[way].nbytes / 2**30:.0f} GiB: does not fit"
+    return ", ".join(figures(row.ways[way]))
+
+
+def figures(way: Way) -> tuple[str, str]:
+    """Time and memory, as text."""
+    time = f"{way.forward_s:.1f} s" if way.forward_s >= 10 else f"{way.forward_s:.2f} s"
+    if way.forward_s < 1:
+        time = f"{1e3 * way.forward_s:.0f} ms"
+    return time, f"{way.nbytes / 2**30:.1f} GiB"
+
+
+def groups(shown: Sequence[Row]) -> dict[str, dict[str, Way]]:
+    """The bars of the chart: for each workload on a GPU its label, and the ways by theirs."""
+    bars = dict[str, dict[str, Way]]()
+    for row in shown:
+        known, forwards = row.workload, f"{row.workload.forwards} forward{'s' * (row.workload.forwards > 1)} per step"
+        mine = bars.setdefault(f"{MODELS[known.model]}, {known}, {forwards}, {row.gpus}: {row.how}", {})
+        ours = f"{CHUNKFLOW}, {figures(row.ways[CHUNKFLOW])[1]}"
+        mine |= {**row.ways, ours: row.ways[CHUNKFLOW]}
+        mine.pop(CHUNKFLOW)
+    return bars
+
+
+def draw(shown: Sequence[Row], path: Path) -> None:
+    """The chart.  Raises ChunkflowError without matplotlib."""
+    check_picture(path)
+    bars = groups(shown)
+    figure, axes = new_axes(9.0, 1.1 + 0.21 * sum(1.5 + len(ways) for ways in bars.values()), columns=2)
+    colours = {PLAIN: "#9aa5b1", GROUP: "#f2a541", CHUNKFLOW: "#4c78a8"}
+    for axis, unit, scale in zip(axes, ("time of one forward, ms", "GPU memory, GiB"), (1e3, 2**-30), strict=True):
+        y, ticks, most = 0.0, dict[float, str](), 0.0
+        for title, ways in bars.items():
+            if axis is axes[0]:
+                white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                axis.text(0, y, title, fontsize=8, weight="bold", va="center", bbox=white).set_in_layout(False)
+                axis.set_zorder(1)  # titles reach over the other axis
+            for name, way in ways.items():
+                y += 1
+                value = scale * (way.forward_s if scale > 1 else way.nbytes)
+                hatch = "" if title.endswith("measured") else "///"
+                color = colours[name.partition(",")[0]]
+                drawn = axis.barh(y, value, color=color, edgecolor="white", hatch=hatch, height=0.75)
+                axis.bar_label(drawn, fmt="%.0f" if scale > 1 else "%.1f", padding=3, fontsize=8)
+                ticks[y], most = name, max(most, value)
+            y += 1.5
+        axis.set(xlabel=unit, xlim=(0, 1.18 * most), ylim=(y - 0.75, -0.75))
+        axis.set_yticks(list(ticks), ticks.values() if axis is axes[0] else [""] * len(ticks), fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.patch.set_visible(False)
+    save_figure(figure, path)
+
+
+def digest(shown: Sequence[Row]) -> str:
+    """Of what the chart shows, so that a stale one is found without drawing it."""
+    bars = {title: {name: asdict(way) for name, way in ways.items()} for title, ways in groups(shown).items()}
+    return sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def pair(rows: Sequence[Row]) -> tuple[Row, Row]:
+    """The forward that was measured with another form of the timestep than the pipeline's, and the pipeline's, planned.
+
+    Raises ChunkflowError if there are no two such rows.
+    """
+    for row in rows:
+        as_called = replace(row.workload, timestep=preset(row.workload.model).timestep)
+        for other in rows:
+            if other.workload == as_called != row.workload and (other.gpus, row.how) == (row.gpus, "measured"):
+                return row, other
+    raise ChunkflowError("The planned forwards lack the measured one as the pipeline calls it. Plan it with --plan.")
+
+
+def all_rows() -> list[Row]:
+    """Those of the table, in its order: a measured workload, and the same as its pipeline calls it, come first."""
+    return sorted([*measured(), *planned()], key=lambda row: row.gpus != MEASURED[0][2])
+
+
+def in_chart(rows: Sequence[Row]) -> list[Row]:
+    """What was measured, and the planned row that belongs to one of these."""
+    called = pair(rows)[1]
+    return [row for row in rows if row.how == "measured" or row is called]
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """What was measured, in sentences."""
+    run, called = pair(rows)
+    page = next(page for page, _, gpus, _ in MEASURED if gpus == run.gpus)
+
+    def said(row: Row, way: str) -> str:
+        return " and ".join(figures(row.ways[way]))
+
+    return filled(
+        f"Measured on [one {run.gpus}]({page}.md) with random weights: one forward of "
+        f"{MODELS[run.workload.model]} ({run.workload}) takes **{said(run, CHUNKFLOW)}** of GPU memory, versus "
+        f"{said(run, PLAIN)} with `torch.compile` alone and {said(run, GROUP)} with diffusers' group offload. "
+        f"The pipeline of this model passes one timestep per {called.workload.timestep} and runs {called.workload.forwards} "
+        f"forwards per step: such a forward ({called.workload}) is {called.how}, not measured, at "
+        f"{said(called, CHUNKFLOW)}, versus {said(called, PLAIN)}, and {said(called, GROUP)}; planned memory counts "
+        "the activations of eager mode, an upper estimate."
+    )
+
+
+ABOUT = """
+Each cell gives the time of one forward of the transformer in bfloat16 and the memory that it takes on each GPU. A denoising
+step runs as many forwards as the table says: two with classifier-free guidance, because these pipelines call the transformer
+once per branch, and one where guidance is distilled into the model. Planned rows show the output and the form of the timestep
+that the model's pipeline in diffusers uses; measured rows show their own.
+
+* *Measured*: memory is the peak that the allocator reports, weights and activations.
+* *Planned*: what `chunkflow simulate` predicts for a compiled model. Memory is the sum of the planned weights and the
+  activations of eager mode, which is an upper estimate. For Wan2.2 A14B the figures are for one of its two experts.
+* ChunkFlow is given the smallest [budget](../glossary.md#budget) that keeps a forward within 2 % of `torch.compile` with
+  everything on the GPU, but no less memory than group offload takes, and no more than the GPU provides.
+* Model offload (`enable_model_cpu_offload`) matches `torch.compile` in time and memory. The column is the time that it spends
+  on copies, once per generation.
+
+Compare the predictions with [our measurements](h100.md#both-cards-beside-predictions) and with [published step
+times](published.md). Whole pipelines on GPUs of 12 to 80 GB are in [the README](../../README.md#on-your-gpu).
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page of these rows, with the digest of its chart as the title of the picture."""
+    chart = f'![time and GPU memory of one forward on single GPUs](../{CHART.name} "{digest(in_chart(rows))}")'
+    return (
+        "# Step time and memory, method by method\n\n`make readme-table` writes this page.\n\n"
+        f"{headline(rows)}\n\n{chart}\n\n{table(rows)}\n\n{legend()}\n{ABOUT}"
+    )
+
+
+def plan_again(models: Sequence[str]) -> None:
+    """Plan the models, and keep the rows of others; the file is written after each."""
+    quiet_diffusers()
+    order = list(cases())
+    todo = dict.fromkeys((w, GPUS[gpus].ranks) for w, gpus in order if w.model in models)
+    for workload, ranks in tqdm(todo, desc="workloads and ranks"):
+        found = {(row.workload, row.gpus): row for row in (planned() if PLANNED.exists() else [])}
+        found |= {(row.workload, row.gpus): row for row in plan(workload, ranks)}
+        rows = [_as_json(found[case]) for case in order if case in found]  # a case that is gone leaves no row
+        PLANNED.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    body = asdict(row)
+    for way in body["ways"].values():
+        way["forward_s"] = round(way["forward_s"], 6)
+    return body | {"once_s": None if row.once_s is None else round(row.once_s, 3)}
