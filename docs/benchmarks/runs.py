@@ -1,4 +1,4 @@
-"""What several benchmarks do: a process with caches of its own, a timed call, and a section of a page."""
+"""Shared by several benchmarks: a process with its own caches, a timed call, and a section of a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def in_a_process(script: str, arguments: Iterable[str], cache: str) -> Any:
-    """What a script prints last, as JSON, in a process of its own whose compile caches are in a folder."""
+    """Run a script in a separate process whose compile caches are in a folder; return its last line, parsed as JSON."""
     # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     command = [sys.executable, script, *arguments]
@@ -30,9 +30,9 @@ def timed(run: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
 
 
 def put_section(page: Path, title: str, heading: str, text: str) -> None:
-    """Write a section of a page to which several runs or scripts write; its other sections stay.
+    """Write one section of a page, and keep the sections that other runs or scripts have written.
 
-    ``title``: of a page that is not there yet.
+    ``title``: the title of the page, if it does not exist yet.
     """
     found = page.read_text() if page.exists() else f"# {title}\n"
     head, *sections = re.split(r"\n(?=## )", found)
