@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from chunkflow_compile.passes.errors import ChunkflowError
 
 
 def in_a_process(script: str, arguments: Iterable[str], cache: str) -> Any:
@@ -27,6 +30,28 @@ def timed(run: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
     begin = time.perf_counter()
     run(**inputs)
     return time.perf_counter() - begin
+
+
+def saved(path: Path, command: str) -> Any:
+    """The content of a file of figures, parsed as JSON.  ``command``: writes the file.
+
+    Raises ChunkflowError if the file cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ChunkflowError(f"{path} cannot be read ({error.strerror}): {command} writes it.") from error
+    except ValueError as error:
+        raise ChunkflowError(f"{path} is not valid JSON ({error}): {command} writes it again.") from error
+
+
+@contextmanager
+def errors_in_a_sentence() -> Iterator[None]:
+    """End the process with the sentence of a ChunkflowError, without a traceback."""
+    try:
+        yield
+    except ChunkflowError as error:
+        sys.exit(str(error))
 
 
 def put_section(page: Path, title: str, heading: str, text: str) -> None:
