@@ -1,11 +1,12 @@
-"""What users call, on a card: compile, also as one CUDA graph, apply, adapters, a cycle of two models, and the first step,
-cold and warm.
+"""The public calls on a GPU: compile of a model, also as one CUDA graph, and of a pipeline, adapters, a cycle of two models,
+and the first step, cold and warm.
 
 python docs/benchmarks/card_calls.py --out calls.jsonl
 
-FLUX.1-dev and Wan2.2-TI2V-5B at full size, random weights.  Each case is a process of its own, and leaves a line for each
-arm as it ends.  All cases but those of diffusers have one folder of caches, which is empty at first.  A file that exists is
-gone on with.  Outputs are compared, bit for bit, with those of the same compiled model with all weights on the card.
+FLUX.1-dev and Wan2.2-TI2V-5B at full size, with random weights.  Each case is a separate process, and writes a line for each
+arm as it ends.  All cases except those of diffusers use one folder of caches, which is empty at first.  If the file exists,
+the run continues it.  Outputs are compared, bit for bit, with the outputs of the same compiled model with all weights on the
+GPU.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from chunkflow_compile.report.first_step import first_step_phases
 FLUX, WAN = "flux.1-dev", "wan2.2-ti2v-5b"
 SIZES = {FLUX: OutputSizes(height=1024, width=1024), WAN: OutputSizes(height=704, width=1280, frames=33)}
 SMALL = Size(layers=4, singles=4, heads=4, head_dim=64, frames=2, height=8, width=8, text=8)
-# Of the bytes of all weights, that a plan may have on the card: the least is what layerwise takes for FLUX and a little more.
+# Budgets, as shares of the bytes of all weights: the smallest is a little more than layerwise needs for FLUX.
 # Small models have no room for the next block there.
 SHARES, SMALL_SHARES = (0.82, 0.065), (0.82, 0.6)
 PACKED_SHARES = (0.065, 0.46)
 CYCLE_SHARES, SMALL_CYCLE_SHARES = (0.8, 0.2), (0.8, 0.6)
-# What a pipeline gets beside half of its weights.
+# The budget of a pipeline in addition to half of its weights.
 ACTIVATIONS, SMALL_ACTIVATIONS = 2 << 30, 4 << 20
 # Steps in a row, with other inputs each; rows; samples of the host; calls until blocks run as a cycle, after each new plan.
 STEPS, ROWS, SAMPLES, LEARNING = 4, 3, 5, 5
@@ -68,7 +69,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on the card, and the inputs of its steps.  ``options``: of ChunkFlow."""
+    """A model on the GPU, and the inputs of its steps.  ``options``: options for ChunkFlow."""
 
     name: str
     model: nn.Module
@@ -100,7 +101,7 @@ def make(name: str, small: bool) -> Subject:
 
 
 def measured(subjects: Sequence[Subject]) -> Figures:
-    """A step calls each of them.  Milliseconds on the card, in rows of ``STEPS``, and of the host; bytes that it moves."""
+    """A step calls each of them.  Milliseconds on the GPU, in groups of ``STEPS``, and on the host; bytes that it copies."""
 
     def step(number: int) -> None:
         for subject in subjects:
@@ -184,7 +185,7 @@ def first_step(subject: Subject, **options: Any) -> Figures:
 
 
 def by_kind(name: str, small: bool) -> Iterator[Figures]:
-    """``compile``: with all weights on the card, then other plans of the same compiled blocks."""
+    """``compile``: with all weights on the GPU, then other plans for the same compiled blocks."""
     subject = make(name, small)
     yield {"arm": "first step", **first_step(subject, policy="resident")}
     yield {"arm": "resident", **measured([subject]), "digest": digest(outputs([subject]))}
@@ -233,7 +234,7 @@ def second(name: str, small: bool) -> Iterator[Figures]:
 
 
 def repeated(name: str, small: bool) -> Iterator[Figures]:
-    """Diffusers' ``compile_repeated_blocks``: plain torch.compile by blocks, with all weights on the card."""
+    """Diffusers' ``compile_repeated_blocks``: torch.compile of each block, with all weights on the GPU."""
     subject, begin = make(name, small), time.perf_counter()
     subject.model.compile_repeated_blocks(fullgraph=True, dynamic=False)  # type: ignore[operator]
     subject.model(**subject.inputs[0])
@@ -311,7 +312,7 @@ def _adapter(model: nn.Module, seed: int) -> State:
 
 
 def cycle(name: str, small: bool) -> Iterator[Figures]:
-    """Two models in one arena, each compiled by kind, in turns: the blocks of both are one cycle."""
+    """Two models in one arena, each compiled by kind, called alternately: the blocks of both are one cycle."""
     both, arena = [make(each, small) for each in (name, WAN if name == FLUX else FLUX)], Arena("cuda")
     for each in both:
         yield {"arm": f"first step of {each.name}", **first_step(each, policy="resident", arena=arena)}
@@ -328,7 +329,7 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
 
 
 def packed(name: str, small: bool) -> Iterator[Figures]:
-    """``compile(pack=True)`` beside the same model raw, at the same memory, with the same cuts; and the unpacking alone."""
+    """``compile(pack=True)`` and the same model raw, with the same memory and the same cuts; and the unpacking alone."""
     arms, right = dict[str, Subject](), dict[float, list[torch.Tensor]]()
     for arm in ("raw", "packed"):
         subject = arms[arm] = make(name, small)

@@ -1,9 +1,9 @@
-"""What a card needs for models of a few blocks at full width, by kind of kernel, beside the prediction.
+"""Time of models of a few blocks at full width on a GPU, by type of kernel, compared with the prediction.
 
-python docs/benchmarks/card_models.py --measure models.jsonl                          on a card
+python docs/benchmarks/card_models.py --measure models.jsonl                          on a GPU
 python docs/benchmarks/card_models.py --measured models.jsonl --hardware PROFILE > models.md
 
-Each case leaves a line as it ends.  A step is a call of the model: the median of seven, between two events.
+Each case writes a line as it ends.  A step is a call of the model: the median of seven, between two events.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def by_kind(model: nn.Module) -> Any:
 
 
 def same_by_torch(model: nn.Module) -> Any:
-    """The modules that ``by_kind`` compiles, by torch.compile: what calls by kind cost without ChunkFlow.
+    """The modules that ``by_kind`` compiles, compiled by torch.compile: the cost of calls by kind without ChunkFlow.
 
-    Except those of torch itself, such as a Linear, which Dynamo does not compile by themselves.
+    Modules of torch itself, such as a Linear, are left out: Dynamo does not compile them separately.
     """
     blocks = repeated_blocks(model)
     compiled = between_hooks(blocks, RESIDENT["min_bytes"])
@@ -135,8 +135,8 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
 def measure_sizes(blocks: int) -> dict[str, Any]:
     """The sizes, the resolutions and then the batches in two turns each, by kind, with a budget of half of the weights.
 
-    Of each size: its label, seconds of its first call, of planning in it, and of its second call, graphs compiled so far, and
-    whether its outputs are those of a model compiled for that size alone.
+    Returns for each size: its label, seconds of its first call, of planning in it, and of its second call, graphs compiled so
+    far, and whether its outputs equal the outputs of a model that is compiled for that size alone.
     """
     size = Size(layers=blocks)
     model = small_model("wan", size)
@@ -185,7 +185,7 @@ def planning() -> Iterator[list[float]]:
 
 
 def size_table(rows: list[list[Any]]) -> str:
-    """A row for each size that compiles, and one for those after it that do not."""
+    """One row for each size that compiles, and one for all sizes after it that do not."""
     cells = []
     for _, same in itertools.groupby(rows, key=lambda row: row[4]):
         first, *others = same

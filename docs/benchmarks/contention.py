@@ -2,7 +2,7 @@
 
 python docs/benchmarks/contention.py --out docs/benchmarks/contention.md
 
-Writes the record of each regime next to the page, as JSON and as a picture, and the page from the records that exist.
+Writes the record of each regime next to the page, as JSON and as a picture, and the page from all records.
 ``--page-only`` measures nothing, and makes the pictures and the page from the records.
 """
 
@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 
 from chunkflow_compile.bench.job import job_of
@@ -61,10 +62,9 @@ def main() -> None:
         found = summarise(job, run_job(job))
         taken = {"s": round(time.monotonic() - start), "torch": torch.__version__, "command": command}
         _record(arguments.out, name).write_text(as_json({**json.loads(found.to_json()), "taken": taken}))
-    paths = {name: path for name in SHOWN if (path := _record(arguments.out, name)).exists()}
-    records = {name: json.loads(path.read_text()) for name, path in paths.items()}
+    records = {name: saved(_record(arguments.out, name), "make contention") for name in SHOWN}
     for name, record in records.items():
-        _draw(record, paths[name].with_suffix(".png"))
+        _draw(record, _record(arguments.out, name).with_suffix(".png"))
     arguments.out.write_text(page(records))
 
 
@@ -199,4 +199,5 @@ def _residency_table(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_in_a_sentence():
+        main()

@@ -52,7 +52,7 @@ MODELS: Mapping[str, tuple[str, Size]] = {
 }
 # Seconds of a phase that the page names.
 LEAST_S = 0.25
-# Model -> arm -> what the process finds -> a result for each run.
+# Model -> arm -> state of the caches -> one result per run.
 Found = dict[str, dict[str, dict[str, list[dict[str, Any]]]]]
 BY_KIND_TEXT = """\
 {today}, torch {torch}, diffusers {diffusers}, {cores} CPU cores, no GPU; `make first-step`. [All runs](first_step.json).
@@ -101,7 +101,7 @@ def compiled(arm: str, model: nn.Module) -> Any:
 
 
 def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[str, Any]:
-    """One process, which started then.  ``saved``: what a cold process leaves there, and another one loads."""
+    """One process, which started then.  ``saved``: the file of artifacts that a cold process writes and another one loads."""
     imports, begun = time.time() - started, time.perf_counter()
     family, size = MODELS[name]
     model, inputs = small_model(family, size), small_inputs(family, size, 0)
@@ -148,7 +148,7 @@ def peak_bytes() -> int:
 
 
 def measure(names: list[str], repeats: int, once_each: bool) -> Found:
-    """Model -> arm -> what the process finds -> a result for each run."""
+    """Model -> arm -> state of the caches -> one result per run."""
     order = [(n, a) for n in names for a in (REPEATED, BY_KIND) for _ in range(repeats)]
     order += [(n, a) for n in names for a in ONCE if once_each]
     random.Random(0).shuffle(order)
@@ -200,7 +200,7 @@ def totals_table(arms_of: Found, arms: tuple[str, ...]) -> str:
 
 
 def longest_phases(arm: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The phases of an arm that take a quarter of a second or more, the longest first, by what the process finds."""
+    """The phases of an arm that take a quarter of a second or more, the longest first, by state of the caches."""
     text = []
     for state in (COLD, SECOND):
         results = [phase_seconds(r) for r in arm[state]]

@@ -1,9 +1,9 @@
-"""Benchmark on a GPU: models at full size with random weights, arms in turns.
+"""Benchmark on a GPU: models at full size with random weights; the arms take turns.
 
 python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md
 
-The page is written anew after each case, and every measured turn goes to a log next to it at once: what was measured is
-not lost when the script is cut off.  A case for which no time is left is not run.
+The page is written again after each case, and every measured turn is written to a log next to it at once, so a script that
+is cut off loses no measurement.  A case for which no time is left is not run.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ CASES = (
     ),
     Case("wan2.2-ti2v-5b", {"frames": 17}, (*OURS, *THEIRS, GROUP_OFFLOAD), 250),
     Case("wan2.2-ti2v-5b", {"frames": 81}, OWN_ARMS, 200, "loopback-kernels"),
-    # a step so short that the host may be the bound
+    # a step so short that the host may be the bottleneck
     Case("flux.1-dev", {"height": 512, "width": 512}, (RESIDENT, "chunkflow", GRAPH, INDUCTOR, INDUCTOR_GRAPH), 260),
 )
 # The same steps of the script on models of two blocks: they prove that it runs, and their figures mean nothing.
@@ -104,11 +104,11 @@ DRY_SIZE = Size(layers=2, heads=8, head_dim=64, frames=2, height=16, width=16, t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the page; its other files lie beside it")
+    parser.add_argument("--out", type=Path, required=True, help="the page; its other files are written next to it")
     parser.add_argument("--seconds", type=float, default=520.0, help="time for all cases (default 520)")
     parser.add_argument("--steps", type=int, default=12, help="measured steps per arm, in turns of three (default 12)")
     parser.add_argument("--cases", default="", metavar="N,M", help=f"cases to run, 1 to {len(CASES)} (default: all)")
-    parser.add_argument("--profile", type=Path, help="the profile of the card (default: measure it)")
+    parser.add_argument("--profile", type=Path, help="the profile of the GPU (default: measure it)")
     parser.add_argument(
         "--append", action="store_true", help="keep the cases that the page has, and measure the others"
     )
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def _profile(device: torch.device, page: Path, given: Path | None) -> Hardware:
-    """The profile of the card, in a file beside the page."""
+    """The profile of the GPU, in a file next to the page."""
     mine = beside(page, "hardware.json")
     profile = calibrate(device, "this card", loopback=True) if given is None else load_profile(str(given))
     mine.write_text(profile.to_json())
@@ -179,7 +179,7 @@ class Page:
         self._write()
 
     def begin(self, case: Case) -> None:
-        """Until the case ends, the page shows what its log has."""
+        """Until the case ends, the page shows the content of its log."""
         with self.log.open("a") as file:
             file.write(json.dumps({"case": _title(case)}) + "\n")
         self._write()
@@ -232,20 +232,20 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
     arms = found.record.arms
     mine = arms["chunkflow"].step_s or 0.0
     if INDUCTOR_AGAIN in arms:
-        yield f"noise: {INDUCTOR} against itself, {_ratio(found, INDUCTOR_AGAIN, INDUCTOR)}"
+        yield f"noise: {INDUCTOR} takes {_ratio(found, INDUCTOR_AGAIN, INDUCTOR)} times as long as in another measurement"
     for name in arms:
         if name not in ("chunkflow", INDUCTOR_AGAIN):
-            yield f"chunkflow takes {_ratio(found, 'chunkflow', name)} of the step of {name}"
+            yield f"a step of chunkflow takes {_ratio(found, 'chunkflow', name)} times as long as a step of {name}"
     base, peak = found.peak_bytes.get(INDUCTOR), found.peak_bytes.get("chunkflow")
     if base and peak:
-        yield f"its peak is {100 * (1 - peak / base):.0f} % below that of {INDUCTOR}"
+        yield f"its peak is {100 * (1 - peak / base):.0f} % below the peak of {INDUCTOR}"
     if rate := found.copy_rate.get("chunkflow"):
         yield f"it copies at {100 * rate / profile.copy_rate:.0f} % of the calibrated rate"
-    yield f"its host needs {100 * found.host_s['chunkflow'] / mine:.1f} % of the step"
+    yield f"its host is busy for {100 * found.host_s['chunkflow'] / mine:.1f} % of the step"
     yield f"the host's own work: {', '.join(f'{name} {found.host(name)}' for name in found.host_s)}"
     for name in ("layerwise", "chunkflow"):
         if (inflation := found.inflation.get(name)) is not None:
-            yield f"collectives are inflated by {100 * inflation:.1f} % under {name}"
+            yield f"collectives are slowed by {100 * inflation:.1f} % with {name}"
     worst = max(found.off, key=lambda n: abs(found.off[n]))
     yield f"the prediction is off by at most {100 * abs(found.off[worst]):.1f} % ({worst})"
     for name, calls in found.settings.items():
@@ -253,7 +253,7 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
 
 
 def _ratio(found: BenchRecord, arm: str, base: str) -> str:
-    """The median ratio of two steps over the rounds, and the least and the largest."""
+    """The median ratio of two steps over the rounds, and the smallest and the largest."""
     ratios = found.ratios(arm, base)
     rounds = f"{len(ratios)} round{'s' * (len(ratios) > 1)}"
     return f"{found.ratio(arm, base):.3f} ({min(ratios):.3f} to {max(ratios):.3f} in {rounds})"

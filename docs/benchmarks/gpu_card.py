@@ -1,4 +1,4 @@
-"""The first two minutes on a card: what the machine is, and the facts that ChunkFlow takes for granted.
+"""The first two minutes on a GPU: properties of the machine, and the facts that ChunkFlow relies on.
 
 python docs/benchmarks/gpu_card.py --out card.json
 
@@ -37,7 +37,7 @@ from chunkflow_compile.weights.host_memory import empty_pages
 from chunkflow_compile.weights.limits import HostMemory, host_memory, meminfo
 
 GIB = 1 << 30
-# More than what CUDA takes on a card for the contexts of this process and of one that watches it: about 0.5 GiB each.
+# More than CUDA needs on a GPU for the contexts of this process and of one that watches it: about 0.5 GiB each.
 _CONTEXT = 2 * GIB
 # Bytes of host memory that are touched before the machine is asked again how much it has.
 _STEP = 256 * MIB
@@ -62,7 +62,7 @@ class Probe:
 
 
 def machine(probe: Probe) -> Iterator[str]:
-    """Versions, the link, and what the host has."""
+    """Versions, PCIe, and the host."""
     memory = host_memory()
     yield f"kernel {platform.release()}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores"
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, compute capability {torch.cuda.get_device_capability()}"
@@ -120,7 +120,7 @@ def group(probe: Probe, backend: str) -> Iterator[str]:
 
 
 def copies(probe: Probe) -> Iterator[str]:
-    """Host to device by kind of page and by size of copy, and what it takes to pin the pages."""
+    """Host to device by type of page and by size of copy, and the time to pin the pages."""
     target = torch.empty(probe.nbytes, dtype=torch.uint8, device=probe.device)
     stream = torch.cuda.Stream(probe.device)
     flat = torch.empty(probe.nbytes, dtype=torch.uint8)
@@ -145,10 +145,10 @@ def copies(probe: Probe) -> Iterator[str]:
             unpin()
         unpinned = time.perf_counter() - start
         yield (
-            f"copies to the card from {kind}, by size: {', '.join(rates)}; {size(probe.nbytes)} written in {filled:.2f} s, "
+            f"copies to the GPU from {kind}, by size: {', '.join(rates)}; {size(probe.nbytes)} written in {filled:.2f} s, "
             f"pinned in {pinned:.2f} s, unpinned in {unpinned:.2f} s"
         )
-    yield f"copies to the card from pageable memory: {_rate(torch.ones_like(flat), target, probe.nbytes, stream):.2f} GB/s"
+    yield f"copies to the GPU from pageable memory: {_rate(torch.ones_like(flat), target, probe.nbytes, stream):.2f} GB/s"
 
 
 def queueing(probe: Probe) -> Iterator[str]:
@@ -182,19 +182,19 @@ def queueing(probe: Probe) -> Iterator[str]:
             statistics.median(column) for column in zip(*(timed(pieces) for _ in range(5)), strict=True)
         )
         yield (
-            f"4 MiB to the card take {alone:.3f} ms alone, and {beside[pieces]:.3f} ms after {size(big.nbytes)} of another "
+            f"4 MiB to the GPU take {alone:.3f} ms alone, and {beside[pieces]:.3f} ms after {size(big.nbytes)} of another "
             f"stream in {pieces} {'copy' if pieces == 1 else 'copies'}, which take {large:.3f} ms"
         )
     if beside[1] <= _SHARED * alone:
-        yield "copies of one direction share the link: a copy needs no cap"
+        yield "copies of one direction share PCIe: the size of a copy needs no limit"
     elif beside[32] < beside[1] / 2:
-        yield f"copies of one direction queue: cap a copy at {size(big.nbytes // 32)}"
+        yield f"copies of one direction queue: limit a copy to {size(big.nbytes // 32)}"
     else:
-        yield "copies of one direction queue: one waits until the other stream has none left, whatever their size"
+        yield "copies of one direction queue: a copy waits until the other stream is empty, whatever the size of its copies"
 
 
 def overlap(probe: Probe) -> Iterator[str]:
-    """Copies beside matrix products, on streams of torch's pools."""
+    """Copies during matrix products, on streams from torch's pools."""
     host = torch.ones(min(256 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
     into = torch.empty_like(host, device=probe.device)
     shape = (probe.side, probe.side)
@@ -224,7 +224,7 @@ def overlap(probe: Probe) -> Iterator[str]:
     )
     hidden = (alone + products - both) / min(alone, products)
     yield (
-        f"beside matrix products of {products:.2f} ms, copies of {alone:.2f} ms: both take {both:.2f} ms, so "
+        f"matrix products of {products:.2f} ms and copies of {alone:.2f} ms together take {both:.2f} ms, so "
         f"{100 * hidden:.0f} % of the shorter one is hidden"
     )
 
@@ -252,7 +252,7 @@ def marks(probe: Probe) -> Iterator[str]:
             call()
         costs.append(f"{name} {(time.perf_counter() - start) / 500 * 1e6:.2f} us")
         torch.cuda.synchronize()
-    yield f"time of the host: {', '.join(costs)}"
+    yield f"host time: {', '.join(costs)}"
     found = []
     for marked in (False, True):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(400)]
@@ -266,7 +266,7 @@ def marks(probe: Probe) -> Iterator[str]:
             end = _event()
             end.synchronize()
         found.append(begin.elapsed_time(end) / 400 * 1e3)
-    yield f"time of the card: a small kernel {found[0]:.2f} us, with a timed event after it {found[1]:.2f} us"
+    yield f"time on the GPU: a small kernel {found[0]:.2f} us, with a timed event after it {found[1]:.2f} us"
 
 
 def by_kernels(probe: Probe) -> Iterator[str]:
@@ -299,13 +299,13 @@ def by_kernels(probe: Probe) -> Iterator[str]:
     for blocks in (4, 16, 64):
         timed(blocks, True)
         if probe.computes and not torch.equal(here, back):
-            raise AssertionError("what kernels carried through host memory differs")
+            raise AssertionError("data that kernels copied through host memory differs")
         alone = statistics.median(timed(blocks, False)[0] for _ in range(5))
         beside = [timed(blocks, True) for _ in range(5)]
         exchange, copy = (statistics.median(column) for column in zip(*beside, strict=True))
         yield (
             f"{size(8 * words)} out and in by kernels of {blocks} blocks take {alone:.2f} ms alone, and {exchange:.2f} ms "
-            f"beside a copy of {size(big.nbytes)}, which takes {copy:.2f} ms"
+            f"during a copy of {size(big.nbytes)}, which takes {copy:.2f} ms"
         )
 
 

@@ -1,8 +1,8 @@
-"""The page of a card, from the files beside it: each part of a run adds to them, so a run that is cut off loses nothing.
+"""The page of a GPU, from the files next to it: each part of a run adds to them, so a run that is cut off loses nothing.
 
-For the page gpu.md: gpu.json has the cases, gpu_card.json the facts of the card, gpu_hardware.json its profile,
-gpu_parts.json how the parts of make card ended, gpu_steps.jsonl a line for each measured turn, gpu_calls.jsonl what users
-call, and gpu_graphs.jsonl whether a step can be one CUDA graph.
+The files of the page gpu.md: gpu.json (cases), gpu_card.json (facts about the GPU), gpu_hardware.json (its profile),
+gpu_parts.json (how each part of make card ended), gpu_steps.jsonl (one line per measured turn), gpu_calls.jsonl (public
+calls), and gpu_graphs.jsonl (whether a step can be one CUDA graph).
 """
 
 from __future__ import annotations
@@ -22,45 +22,49 @@ from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 
 ABOUT = """\
-# On a GPU
+# Measured on a GPU
 
-Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
-compilation; `inductor` is plain `torch.compile`, all weights on the card, measured twice, which shows the noise.
-`diffusers-group-offload` is as diffusers recommends it, also compiled by repeated blocks. The calls of each arm stand below
-each table.
+The models are real models at full size, with random weights in bfloat16, on one GPU. `resident`, `layerwise` and
+`chunkflow` are programs from one compilation. `inductor` is `torch.compile` alone, with all weights on the GPU,
+measured twice to show the noise. `diffusers-group-offload` is configured as diffusers recommends, also compiled by
+repeated blocks. The calls of each arm are listed below each table.
 
-The arms take turns, in random order. A turn is a warm-up step, one with marks between its parts, from which *waited*,
-*collectives* and *copied at* are, and three in a row without; a step is a third of what passes between events before and
-after these three, so copies for the next step run inside it. *Peak* is what the allocator held in them. *Host* is the host's
-own work in the call of one more step: after every 50 instructions of a program or launches of Triton's kernels it waits for
-the card, and its clock stands still then. Where it never stood still, it may have waited: *at most*. *Differs by* is the
-largest difference from the output of `resident`, over its largest value. A ratio of two arms is the median over the rounds,
-with the least and the largest.
+The arms take turns, in random order. A turn is a warm-up step, one step with marks between its parts, and three
+consecutive steps without marks. The step with marks gives *waited*, *collectives* and *copied at*. The step time is a
+third of the time between two events, before and after the three steps, so copies for the next step run inside it.
+
+* *Peak* is the peak of the allocator during these steps.
+* *Host* is the CPU time to call one more step. After every 50 instructions of a program, or launches of Triton
+  kernels, the host synchronizes with the GPU and the clock stops. If the clock never stopped, the figure is an upper
+  bound (*at most*).
+* *Differs by* is the largest difference from the output of `resident`, relative to its largest value.
+* A ratio of two arms is the median over the rounds, with the smallest and the largest.
 
 In the loopback cases, one process acts as two ranks, and its all-to-alls go through pinned host memory: by the copy
 engines, or by kernels, as in NCCL without peer access.
 """
 
 CALLS = """\
-## What users call
+## Public calls
 
-Each case is a process of its own. A step is a call of the transformer, the median of rows of four; *first* is the seconds of
-the first call, which compiles, or of the first generation of a pipeline, of four steps. *Equal*: outputs are those with all
-weights on the card, bit for bit; those of a pipeline are compared with those of `compile` in another process."""
-CALLS_HEADERS = ("model", "case", "arm", "step, ms", "host, ms", "moved a step", "peak", "first, s", "equal")
+Each case is a separate process. A step is one call of the transformer; times are medians over groups of four steps.
+*First* is the time of the first call, which compiles, or of the first generation of a pipeline, with four steps.
+*Equal* means that the outputs equal the outputs with all weights on the GPU, bit for bit. For a pipeline, they are
+compared with the outputs of `compile` in another process."""
+CALLS_HEADERS = ("model", "case", "arm", "step, ms", "host, ms", "copied per step", "peak", "first, s", "equal")
 
 DRY = """\
-**A rehearsal on small models, without a card: its figures mean nothing. No kernel computes in the cases, so no output is
-right.**"""
+**A rehearsal on small models, without a GPU: its figures mean nothing. No kernel computes in the cases, so no output is
+correct.**"""
 
 CANNOT_SHOW = """\
-## What one card cannot show
+## Not covered by one GPU
 
-* How the collectives of NCCL and the copies of weights slow each other: there is no other card to exchange with. The
-  loopback case stands for it.
-* Exchanges with peers over PCIe or NVLink.
-* Several processes that read one copy of the weights, each for its own card.
-* A process for any card but the first: whether a helper thread opens a context on the first one."""
+* How NCCL collectives and copies of weights slow each other, because there is no second GPU. The loopback case stands
+  in for this.
+* Exchanges between GPUs over PCIe or NVLink.
+* Several processes that read one copy of the weights, each for its own GPU.
+* A process for another GPU than the first: whether a helper thread opens a context on the first one."""
 
 
 def beside(page: Path, name: str) -> Path:
@@ -69,12 +73,12 @@ def beside(page: Path, name: str) -> Path:
 
 
 def read(path: Path) -> Any:
-    """What a JSON file has, {} if there is none."""
+    """The content of a JSON file, {} if there is none."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write(page: Path) -> None:
-    """Write the page from what there is."""
+    """Write the page from the files that exist."""
     body = read(page.with_suffix(".json"))
     done = read(beside(page, "parts.json"))
     parts = [ABOUT]
@@ -95,7 +99,7 @@ def write(page: Path) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What a file of JSON lines has, none if there is no file."""
+    """The lines of a file of JSON lines, none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -130,7 +134,7 @@ def _host(line: Mapping[str, Any]) -> str:
 def _graphs(page: Path) -> Iterator[str]:
     found = lines(beside(page, "graphs.jsonl"))
     if found:
-        yield "## Whether a step can be one CUDA graph\n"
+        yield "## A step as one CUDA graph\n"
     for line in found:
         figures = [line[key] for key in ("says", "failed") if key in line]
         rest = {k: v for k, v in line.items() if k not in ("check", "says", "failed", "ended", "seconds")}
@@ -141,7 +145,7 @@ def _graphs(page: Path) -> Iterator[str]:
 
 def _card(page: Path) -> Iterator[str]:
     facts = read(beside(page, "card.json"))
-    yield "## The card by itself\n"
+    yield "## The GPU alone\n"
     if not facts:
         yield "Not measured: `make card PARTS=facts`."
     for part in facts.values():
@@ -150,14 +154,14 @@ def _card(page: Path) -> Iterator[str]:
 
 def _parts(done: Mapping[str, Any]) -> Iterator[str]:
     if done.get("parts"):
-        yield "## How the parts ended\n"
+        yield "## Results of the parts\n"
     for name, part in done.get("parts", {}).items():
         yield f"* {name}, {part['seconds']:.0f} s: {part['says']}"
         yield from (f"  * {line}" for line in part["more"])
 
 
 def _begun(log: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each case that was begun; those of its last run."""
+    """The lines of the last run of each case that was begun."""
     found: dict[str, list[dict[str, Any]]] = {}
     title = ""
     for line in lines(log):
@@ -170,10 +174,10 @@ def _begun(log: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _cut_off(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What a case has measured that did not end."""
+    """The measurements of a case that did not end."""
     yield f"Cut off after {len(steps)} measured turns of its arms{':' if steps else '.'}\n"
     arms = defaultdict(list)
     for step in steps:
         arms[step["arm"]].append(step["seconds"])
     for name, found in arms.items():
-        yield f"* {name}: a step takes {seconds(median(found))}, median of {len(found)}"
+        yield f"* {name}: {seconds(median(found))} per step, median of {len(found)}"

@@ -35,7 +35,7 @@ ROOT = HERE.parent.parent
 MOST = 540.0
 # Seconds between the request to end and the end.
 _GRACE = 10.0
-# Of what users call, the cases before what decides about graphs; the others come after the profile.
+# The public calls that are measured before the checks of graphs; the others come after the profile.
 FIRST_CALLS = ("compile flux.1-dev", "second process flux.1-dev", "apply flux.1-dev", "adapters flux.1-dev")
 # Ranks are processes of this machine, whose name may have no address.
 _NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -55,7 +55,7 @@ class Part:
 
 
 def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
-    """The parts by name, in their order: what decides most comes first.  ``limit``: seconds that the next one has."""
+    """The parts by name, in their order: the most decisive first.  ``limit``: seconds for the next one."""
     rehearsal = ("--dry-run",) if dry else ()
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
@@ -126,7 +126,7 @@ def run(part: Part, log: Path, limit: float, dry: bool) -> dict[str, Any]:
     passed = child.returncode == 0 and not rang.is_set()
     says = lines[-1] if "pytest" in part.command or not passed else "passed"
     if rang.is_set():
-        says = f"cut off after {limit:.0f} s; what it has measured is kept"
+        says = f"cut off after {limit:.0f} s; its measurements are kept"
     more = list(dict.fromkeys(line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))))
     return {"passed": passed, "seconds": round(time.monotonic() - start), "says": says, "more": more}
 

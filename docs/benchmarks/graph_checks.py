@@ -1,4 +1,4 @@
-"""Whether a step can be one CUDA graph: what a card must do for that.  Plain torch.
+"""Whether a step can be one CUDA graph: the properties that a GPU needs for that.  Uses torch alone.
 
 python docs/benchmarks/graph_checks.py --out graphs.jsonl
 
@@ -272,7 +272,7 @@ def events(load: Load) -> Iterator[Figures]:
 def nccl(load: Load) -> Iterator[Figures]:
     """Check f: an all-to-all of one rank in a graph, a hundred launches, and the end of the group."""
     if load is SMALL:
-        yield {"says": "not run: NCCL needs a card"}
+        yield {"says": "not run: NCCL needs a GPU"}
         return
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     x = torch.zeros(load.nbytes // 4, device="cuda")

@@ -30,6 +30,7 @@ from paper_tables import (
     residency_rows,
     roofline_rows,
 )
+from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -200,7 +201,7 @@ def main() -> int:
     kept = arguments.out.with_suffix(".json")
     if not arguments.page_only:
         kept.write_text(as_text(measure(arguments.keep)))
-    found = json.loads(kept.read_text())
+    found = saved(kept, "make paper")
     draw(found, arguments.out.parent)
     arguments.out.write_text(document(found))
     for sentence in found["broken"]:
@@ -225,4 +226,5 @@ def draw(found: Mapping[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with errors_in_a_sentence():
+        sys.exit(main())

@@ -22,16 +22,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from runs import errors_in_a_sentence
 from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.problem import Collective, Problem
+from chunkflow_compile.report.pictures import new_axes, save_figure
 
 ROWS = Path(__file__).parent / "published_steps.csv"
 # A traced case: a preset, its height, width and frames, and its Ulysses degree.
@@ -89,8 +92,14 @@ class Row:
 
 
 def read(path: Path) -> list[Row]:
-    with path.open() as file:
-        return [_row(told) for told in csv.DictReader(file)]
+    """The rows of a file.  Raises ChunkflowError if it cannot be read."""
+    try:
+        with path.open() as file:
+            return [_row(told) for told in csv.DictReader(file)]
+    except OSError as error:
+        raise ChunkflowError(
+            f"{path} cannot be read ({error.strerror}): give --rows a file like docs/benchmarks/published_steps.csv."
+        ) from error
 
 
 def _row(told: dict[str, str]) -> Row:
@@ -267,12 +276,7 @@ All rows without offload:
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 7), layout="constrained")
+    figure, axes = new_axes(7, 7)
     for label, some in (
         ("compiled or fused, single steps", [c for c in found if c.fused and not c.total]),
         ("compiled or fused, total / steps", [c for c in found if c.fused and c.total]),
@@ -295,7 +299,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -316,4 +320,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_in_a_sentence():
+        main()

@@ -1,4 +1,4 @@
-"""What several benchmarks do: a process with caches of its own, a timed call, and a section of a page."""
+"""Shared by several benchmarks: a process with its own caches, a timed call, and a section of a page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from chunkflow_compile.passes.errors import ChunkflowError
+
 
 def in_a_process(script: str, arguments: Iterable[str], cache: str) -> Any:
-    """What a script prints last, as JSON, in a process of its own whose compile caches are in a folder."""
+    """Run a script in a separate process whose compile caches are in a folder; return its last line, parsed as JSON."""
     # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     command = [sys.executable, script, *arguments]
@@ -29,10 +32,32 @@ def timed(run: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
     return time.perf_counter() - begin
 
 
-def put_section(page: Path, title: str, heading: str, text: str) -> None:
-    """Write a section of a page to which several runs or scripts write; its other sections stay.
+def saved(path: Path, command: str) -> Any:
+    """The content of a file of figures, parsed as JSON.  ``command``: writes the file.
 
-    ``title``: of a page that is not there yet.
+    Raises ChunkflowError if the file cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ChunkflowError(f"{path} cannot be read ({error.strerror}): {command} writes it.") from error
+    except ValueError as error:
+        raise ChunkflowError(f"{path} is not valid JSON ({error}): {command} writes it again.") from error
+
+
+@contextmanager
+def errors_in_a_sentence() -> Iterator[None]:
+    """End the process with the sentence of a ChunkflowError, without a traceback."""
+    try:
+        yield
+    except ChunkflowError as error:
+        sys.exit(str(error))
+
+
+def put_section(page: Path, title: str, heading: str, text: str) -> None:
+    """Write one section of a page, and keep the sections that other runs or scripts have written.
+
+    ``title``: the title of the page, if it does not exist yet.
     """
     found = page.read_text() if page.exists() else f"# {title}\n"
     head, *sections = re.split(r"\n(?=## )", found)

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -401,10 +402,11 @@ def main() -> None:
     if not arguments.page_only:
         quiet_diffusers()
         kept.write_text(as_text(figures(measure(arguments.cache))))
-    found = json.loads(kept.read_text())
+    found = saved(kept, "make several-gpus")
     draw(found, arguments.out.with_suffix(".png"))
     arguments.out.write_text(page(found))
 
 
 if __name__ == "__main__":
-    main()
+    with errors_in_a_sentence():
+        main()

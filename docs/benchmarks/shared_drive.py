@@ -99,7 +99,7 @@ class Group:
         return [int(line) for line in (self.folder / "cgroup.procs").read_text().split()]
 
     def memory(self) -> int:
-        """Bytes beyond the page cache: of processes, what they share, and the kernel's for them."""
+        """Bytes beyond the page cache: private and shared memory of the processes, and memory of the kernel for them."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         cache = stat["total_cache"] - stat["total_shmem"] if self._v1 else stat["file"] - stat["shmem"]
@@ -112,7 +112,7 @@ class Group:
         return int(path.read_text()) if path.exists() else 0
 
     def remove(self) -> None:
-        """End what runs in it."""
+        """End the processes of the group."""
         for _ in range(250):
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -127,7 +127,7 @@ class Group:
 
 @dataclass
 class Counts:
-    """Of all processes: bytes that the disk brought, and seconds of CPU, in the program and in the kernel."""
+    """Sums over all processes: bytes read from the disk, and CPU seconds, in the program and in the kernel."""
 
     disk: int = 0
     cpu: float = 0.0

@@ -1,4 +1,4 @@
-"""Image sizes of a whole FLUX pipeline with its VAE: what each size compiles, with empty caches.  Ten minutes on two cores.
+"""Image sizes of a whole FLUX pipeline with its VAE: compiled graphs per size, with empty caches.  Ten minutes on two cores.
 
 python docs/benchmarks/sizes.py --out docs/benchmarks/sizes.md
 """
@@ -30,7 +30,7 @@ from small_pipelines import SMALL_PIPELINES
 
 # Height and width, pixels: a square, a wider one, a lower one, a higher one.
 SIZES = ((256, 256), (256, 384), (192, 320), (320, 192))
-# The arguments of ``apply``, by arm.
+# The arguments for ``apply``, by arm.
 ARMS: Mapping[str, Mapping[str, Any]] = {"dynamic=None": {}, "dynamic=False": {"dynamic": False}}
 STEPS = 2
 # The decoder has FLUX's four levels, 16 latent channels and three layers per level, with a quarter of its channels.

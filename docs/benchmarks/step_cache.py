@@ -69,7 +69,7 @@ class Clock:
         return 1000 if self.step < 2 else 500  # the first two steps skip nothing
 
 
-# Title, name of the cache, and whether a step has the inputs of the step before.
+# Title, name of the cache, and whether a step gets the inputs of the step before.
 Kind = tuple[str, str, Callable[[int], bool]]
 
 

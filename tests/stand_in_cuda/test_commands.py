@@ -72,7 +72,7 @@ def test_the_first_half_hour_on_a_card(tmp_path: Path) -> None:
     assert done.stdout.endswith("5 of 9 parts ran and passed\n"), done.stdout[-3000:]
     assert "--- facts" not in done.stdout and "--- wan" in done.stdout
     text, cases = (moved / "gpu.md").read_text(), json_of(moved, "gpu.json")["cases"]
-    assert "A rehearsal" in text and "What one card cannot show" in text and "Failed" not in text, text
+    assert "A rehearsal" in text and "Not covered by one GPU" in text and "Failed" not in text, text
     assert len(cases) == 4 and all(case["record"] for case in cases.values())
     steps = cases["wan"]["record"]["steps_s"]
     assert {"resident", "layerwise", "chunkflow", "by-kind", "apply", "inductor"} <= steps.keys() and any(
@@ -117,7 +117,7 @@ def test_what_users_call(tmp_path: Path, scripts: None) -> None:
     assert "failed" in lines_of(out)[-1]
     write(tmp_path / "gpu.md")
     text = (tmp_path / "gpu.md").read_text()
-    assert "## What users call" in text and "* **adapters, flux.1-dev: " in text
+    assert "## Public calls" in text and "* **adapters, flux.1-dev: " in text
 
 
 def test_whether_a_step_can_be_one_graph(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_whether_a_step_can_be_one_graph(tmp_path: Path) -> None:
     # host bytes, then four orders of an external event: in the second and the fourth nothing orders the copy
     assert len(read) == 5 and read[0] and read[1] and read[3]
     assert any("GO: copies inside a graph" in line.get("says", "") for line in found)
-    assert "## Whether a step can be one CUDA graph" in (tmp_path / "gpu.md").read_text()
+    assert "## A step as one CUDA graph" in (tmp_path / "gpu.md").read_text()
 
 
 def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> None:
