@@ -380,7 +380,7 @@ that the model's pipeline in diffusers uses; measured rows show their own.
 * Model offload (`enable_model_cpu_offload`) matches `torch.compile` in time and memory. The column is the time that it spends
   on copies, once per generation.
 
-Compare the predictions with [our measurements](h100.md#both-cards-beside-predictions) and with [published step
+Compare the predictions with [our measurements](h100.md) and with [published step
 times](published.md). Whole pipelines on GPUs of 12 to 80 GB are in [the README](../../README.md#on-your-gpu).
 """
 
