@@ -223,9 +223,9 @@ def test_a_page_with_one_of_each_pattern_has_one_finding_of_each() -> None:
 
 
 def test_a_former_sentence_is_found_in_other_marks_and_lines() -> None:
-    assert former("A budget that is too small\n  is **refused** with the least that would do.") == [
-        "A budget that is too small is refused with the least that would do."
-    ]
+    page = "# Budgets\n\nGive one. A budget that is too\n  small is **refused** with the least that would do."
+    sentence = "A budget that is too small is refused with the least that would do."
+    assert former(page) == [f"3: “{sentence}” - a sentence of a former page"]
 
 
 def test_a_term_is_linked_where_it_is_first_used() -> None:

@@ -172,6 +172,8 @@ TERMS = {
     "Stall": r"\b[Ss]tall(?:s|ed)?\b",
     "Window": r"\b(?:Window|windows?)\b",
 }
+# Pages that need no links to the glossary: itself, and pages for people who know the code.
+_WITHOUT_LINKS = {"glossary.md", "CONTRIBUTING.md", "CHANGELOG.md"}
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 _COMPILED = [
     (re.compile(p.regex.replace(" ", r"\s+").replace("CODE", f"`{_CODE}+`"), re.IGNORECASE), p.instead)
@@ -270,17 +272,21 @@ def _flat(text: str) -> str:
 
 
 def former(page: str) -> list[str]:
-    """The sentences of former pages that a page still has, in its code blocks too."""
+    """The sentences of former pages that a page still contains, in its code blocks too, each after its line."""
+    lines = page.splitlines()
+
+    def line(sentence: str) -> int:
+        return max(at for at in range(len(lines)) if sentence in _flat("\n".join(lines[at:]))) + 1
+
     flat = _flat(page)
-    return [sentence for sentence in FORMER if _flat(sentence) in flat]
+    return [f"{line(_flat(each))}: “{each}” - a sentence of a former page" for each in FORMER if _flat(each) in flat]
 
 
 def faults(path: Path) -> list[str]:
     """The findings on a page, the former sentences that remain, and the terms that are not linked to the glossary."""
     page = path.read_text()
-    found = [*findings(page), *(f"{sentence} - a sentence of a former page" for sentence in former(page))]
-    links = unlinked(page) if path.name == "README.md" or ("docs" in path.parts and path.name != "glossary.md") else []
-    return [f"{path}:{each}" for each in (*found, *links)]
+    links = [] if path.name in _WITHOUT_LINKS else unlinked(page)
+    return [f"{path}:{each}" for each in (*findings(page), *former(page), *links)]
 
 
 if __name__ == "__main__":
