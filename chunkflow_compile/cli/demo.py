@@ -133,7 +133,7 @@ def _meaning(results: Mapping[str, BenchRecord]) -> str:
     ]
     for name, result in results.items():
         load = DEMO[name].load
-        said += ["", _filled(f"{_TITLES[name]}: {_MEANS[name].format(load=load)} {_finding(result)}")]
+        said += ["", _filled(f"{_TITLES[name]}. {_MEANS[name].format(load=load)} {_finding(result)}")]
     if busy := _busy(results):
         said += ["", busy]
     return "\n".join(said)

@@ -30,14 +30,17 @@ BUDGET = "768KiB"
 # Below the default of 1 MiB, because the largest weight of this model has 90 KiB.
 SMALL = {"min_bytes": 1024, "chunk_bytes": "16KiB"}
 COLUMNS = 80
-_ZOOM = 10  # pixels of the picture per pixel of a digit
+_ZOOM = 8  # pixels of the picture per pixel of a digit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Ten digits and what they took.  ``images``: (10, 8, 8) in float32.  ``weights``, ``moved``: bytes of weights on the
-    device, and bytes copied to it per step.  ``step_s``, ``peak``: seconds per step, and most bytes allocated on the GPU;
-    None on a CPU, where they would describe the emulation."""
+    """Ten digits and what they took.
+
+    ``images``: (10, 8, 8) in float32.  ``weights``, ``moved``: bytes of weights on the device, and bytes copied to it per
+    step; None if they are unknown.  ``step_s``, ``peak``: seconds per step, and most bytes allocated on the GPU; None on a
+    CPU, where they would describe the emulation.
+    """
 
     name: str
     images: torch.Tensor
@@ -106,7 +109,7 @@ def load(folder: Path) -> DigitsPipeline:
 
 def plain(pipe: DigitsPipeline, device: str) -> Drawing:
     """With all weights on the device."""
-    return _draw("all weights on device", pipe.to(device), device, lambda: {"weights": _weight_bytes(pipe)})
+    return _draw("baseline", pipe.to(device), device, lambda: {"weights": _weight_bytes(pipe)})
 
 
 def group_offload(pipe: DigitsPipeline, device: str) -> Drawing:
@@ -116,27 +119,27 @@ def group_offload(pipe: DigitsPipeline, device: str) -> Drawing:
     pipe.transformer.enable_group_offload(
         onload_device=torch.device(device), offload_type="block_level", num_blocks_per_group=1, use_stream=True
     )
-    return _draw("group offload", pipe, device, dict)
+    return _draw("group offload", pipe, device, lambda: {"moved": None})
 
 
 def streamed(pipe: DigitsPipeline, device: str) -> Drawing:
-    """With the weights streamed by ChunkFlow.  Eager kernels, so that the bytes can be equal to those of the first way."""
+    """With most weights streamed by ChunkFlow, and with the kernels of eager mode, so that the images can be identical."""
     import chunkflow_compile
 
-    # The budget of a pipeline includes activations.  On a GPU these are larger than the weights of this small model, so the
-    # budget is that of the model there, which is for weights alone, as every budget on a CPU is.
+    # On a GPU, the budget of a pipeline includes activations, which are larger than the weights of this small model.  That of
+    # a model is for weights alone, as every budget is on a CPU.
     target = pipe if device == "cpu" else pipe.transformer
     chunkflow_compile.compile(target, device=device, memory=BUDGET, lowering="eager", **SMALL)
 
-    def figures() -> dict[str, int]:
+    def figures() -> dict[str, int | None]:
         explained = chunkflow_compile.explain(pipe.transformer)
         never_streamed = _weight_bytes(pipe) - explained.weight_bytes
         return {"weights": explained.device_bytes + never_streamed, "moved": explained.moved_bytes}
 
-    return _draw(f"ChunkFlow, memory={BUDGET!r}", pipe, device, figures)
+    return _draw("ChunkFlow", pipe, device, figures)
 
 
-def _draw(name: str, pipe: DigitsPipeline, device: str, figures: Callable[[], dict[str, int]]) -> Drawing:
+def _draw(name: str, pipe: DigitsPipeline, device: str, figures: Callable[[], dict[str, int | None]]) -> Drawing:
     """Draw the digits, on a GPU twice, of which the second is measured.  ``figures``: known once they are drawn."""
     import torch
 
@@ -180,8 +183,9 @@ def report(drawings: Sequence[Drawing], out: Path) -> str:
     columns["images"] = ["", *("identical" if each.is_same(first) else "DIFFERENT" for each in drawings[1:])]
     share = (mine.weights or 0) / (first.weights or 1)
     meaning = (
-        f"The pipeline drew the same digits from the same noise each time. ChunkFlow kept {share:.0%} of the weights on the "
-        "device, and copied the others from host memory in each step. "
+        "The same pipeline drew the same digits from the same noise each time. The baseline holds all weights on the device. "
+        f"ChunkFlow was given memory={BUDGET!r}: it kept {share:.0%} of the weights on the device, and copied the others "
+        "from host memory in each step. "
     )
     if on_gpu:
         meaning += (
@@ -193,7 +197,7 @@ def report(drawings: Sequence[Drawing], out: Path) -> str:
             "There is no GPU here, so a part of host memory stands for the device, and times are not shown: they would say "
             "nothing about a GPU."
         )
-    rows = f"The picture is {out}: {first.name} above, {mine.name} below."
+    rows = f"The picture is {out}: the baseline above, ChunkFlow below."
     table = tabulate(columns, headers="keys", disable_numparse=True)
     meant = "\n".join(
         textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False) for text in (rows, meaning)
@@ -203,22 +207,22 @@ def report(drawings: Sequence[Drawing], out: Path) -> str:
 
 def picture(drawings: Sequence[Drawing]) -> Any:
     """A picture with one row of digits per drawing, in black on white, each row below its name."""
+    import torch
     from PIL import Image, ImageDraw, ImageFont
 
     from chunkflow_compile.units import size
 
-    count, height, width = drawings[0].images.shape
-    cell, title = _ZOOM * width, 3 * _ZOOM
-    canvas = Image.new("L", (count * cell, len(drawings) * (title + _ZOOM * height)), 255)
-    for row, drawing in enumerate(drawings):
-        top = row * (title + _ZOOM * height)
-        text = (
-            f"{drawing.name}: {size(drawing.weights)} of weights on the device, {size(drawing.moved)} copied per step"
-        )
-        ImageDraw.Draw(canvas).text((_ZOOM, top + _ZOOM // 2), text, fill=0, font=ImageFont.load_default(14))
-        for place, image in enumerate(drawing.images):
-            ink = Image.fromarray((255 * (1 - image)).round().byte().numpy())
-            canvas.paste(ink.resize((cell, _ZOOM * height), Image.Resampling.BICUBIC), (place * cell, top + title))
+    images = torch.stack([torch.nn.functional.pad(drawing.images, (1, 1, 1, 1)) for drawing in drawings])
+    inks = (255 * (1 - images)).round().byte().numpy()
+    cell, title = _ZOOM * inks.shape[-1], 3 * _ZOOM
+    canvas = Image.new("L", (inks.shape[1] * cell, len(drawings) * (title + cell)), 255)
+    for top, drawing, digits in zip(range(0, canvas.height, title + cell), drawings, inks, strict=True):
+        moved = f", {size(drawing.moved)} copied in each step" if drawing.moved else ""
+        text = f"{drawing.name}: {size(drawing.weights)} of weights on the device{moved}"
+        ImageDraw.Draw(canvas).text((_ZOOM, top + _ZOOM), text, fill=0, font=ImageFont.load_default(2 * _ZOOM))
+        for place, ink in enumerate(digits):
+            large = Image.fromarray(ink).resize((cell, cell), Image.Resampling.BICUBIC)
+            canvas.paste(large, (place * cell, top + title))
     return canvas
 
 
