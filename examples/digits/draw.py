@@ -63,11 +63,8 @@ def main() -> None:
     import torch
 
     from chunkflow_compile import ChunkflowError
-    from chunkflow_compile.catalog.quiet import quiet_diffusers, quiet_imports
     from chunkflow_compile.report.record import check_writable
 
-    with quiet_imports():
-        quiet_diffusers()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ways = [plain, group_offload, streamed] if device == "cuda" else [plain, streamed]
     try:
@@ -89,9 +86,13 @@ def load(folder: Path) -> DigitsPipeline:
     """The pipeline in a folder; ends the program if the folder holds none, without a look at the network."""
     import torch
     from diffusers.utils.logging import disable_progress_bar
-    from digits import DigitsPipeline
     from safetensors import SafetensorError
 
+    from chunkflow_compile.catalog.quiet import quiet_diffusers, quiet_imports
+
+    with quiet_imports():
+        from digits import DigitsPipeline
+    quiet_diffusers()
     disable_progress_bar()
     try:
         if not (folder / "model_index.json").is_file():
@@ -219,7 +220,7 @@ def picture(drawings: Sequence[Drawing]) -> Any:
     for top, drawing, digits in zip(range(0, canvas.height, title + cell), drawings, inks, strict=True):
         moved = f", {size(drawing.moved)} copied in each step" if drawing.moved else ""
         text = f"{drawing.name}: {size(drawing.weights)} of weights on the device{moved}"
-        ImageDraw.Draw(canvas).text((_ZOOM, top + _ZOOM), text, fill=0, font=ImageFont.load_default(2 * _ZOOM))
+        ImageDraw.Draw(canvas).text((_ZOOM, top + _ZOOM // 4), text, fill=0, font=ImageFont.load_default(2 * _ZOOM))
         for place, ink in enumerate(digits):
             large = Image.fromarray(ink).resize((cell, cell), Image.Resampling.BICUBIC)
             canvas.paste(large, (place * cell, top + title))
