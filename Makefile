@@ -10,7 +10,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs site bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
 
+# Two minutes on two idle cores: a picture of digits, then two ranks on an emulated link.
 demo: $(VENV)/ready
+	$(BIN)/python examples/digits/draw.py
+	@echo
 	$(BIN)/chunkflow demo
 
 # Nine minutes on two cores of an AMD EPYC at 2.6 GHz; so are the minutes below.  mypy uses one core: the tests start beside it.
@@ -125,8 +128,9 @@ MINUTES ?= 10
 soak: $(VENV)/ready
 	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
-# The picture of the guide.
+# The pictures of the README and the guide.
 docs: $(VENV)/ready
+	$(BIN)/python examples/digits/draw.py --out docs/digits.png
 	$(BIN)/chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --out docs/timeline.png
 
 # The documentation as a site in build/site; a warning is an error.  The variable silences an advertisement of the theme.

@@ -12,6 +12,7 @@ _INSTALL = {
     "diffusers": "'.[diffusers]'",
     "transformers": "'.[diffusers]'",
     "peft": "'.[adapters]'",
+    "sklearn": "scikit-learn",
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+from tabulate import tabulate
 
 from chunkflow_compile.bench.job import RESIDENT, Job, job_of
 from chunkflow_compile.bench.ranks import run_job
@@ -15,34 +16,34 @@ from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import BenchRecord, summarise, why_busy
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.pictures import draw_regimes
-from chunkflow_compile.report.record import PROSE_WIDTH, bars, check_folder, prose, table
+from chunkflow_compile.report.record import ArmRecord, check_folder, seconds
+from chunkflow_compile.units import size
 
 from .output import called, say, write_json
 
+COLUMNS = 80  # characters in a line, which every terminal has
 _PICTURE = "chunkflow-demo.png"
 _SUBJECT = (
     "Two processes, the ranks, compute each step of a small video transformer together, and exchange data in all-to-alls. "
-    "Three arms hold its weights in different ways and take turns. resident keeps all of them on the device. layerwise "
-    "fetches the whole next block while a block computes. chunkflow copies chunks of weights at the times that its plan has "
-    "chosen. Copies and all-to-alls share an emulated link, and compute is held to a fixed duration."
+    "Copies of weights and all-to-alls share an emulated link, and compute is held to a fixed duration, so that this machine "
+    "shows what a GPU would."
 )
-_COLUMNS: Mapping[str, str] = {
-    "waited for weights": "compute stood still until a weight had arrived",
-    "collectives": "time in all-to-alls, with the wait while copies hold the link; this is why layerwise can be slower "
-    "than resident although it waited 0.0 ms for weights",
-    "copied per step": "bytes copied from host memory",
-    "to resident": "step time divided by that of resident, median of all rounds (and their middle half)",
-    "equal to resident": "whether the outputs are equal bit for bit",
+_ARMS: Mapping[str, str] = {
+    RESIDENT: "keeps all weights on the device.",
+    "layerwise": "copies the whole next block of weights while a block computes.",
+    "chunkflow": "copies chunks of weights at the times that its plan has chosen.",
 }
-# By regime: what it means, with the load of its link, and what to compare.
+# By regime: its title, and what to compare.
+_TITLES: Mapping[str, str] = {
+    "contention": "A link that is nearly full",
+    "compute-rich": "A link with time to spare",
+}
 _MEANS: Mapping[str, str] = {
-    "contention": "The link is nearly full: all weights and all-to-alls would keep it busy for {load:.0%} of a resident "
-    "step, and a copy at the wrong time delays an all-to-all. Compare step times.",
-    "compute-rich": "The link has time to spare: all weights and all-to-alls would keep it busy for {load:.0%} of a "
-    "resident step, so all copies are hidden. Compare the weights on device; step times hardly differ.",
+    "contention": "All weights and all-to-alls would keep the link busy for {load:.0%} of a resident step, and a copy at the "
+    "wrong time delays an all-to-all. Compare the step times.",
+    "compute-rich": "All weights and all-to-alls would keep the link busy for {load:.0%} of a resident step, so compute "
+    "hides the copies. Compare the weights on the device; the step times hardly differ.",
 }
-# For terminals whose encoding has no block characters.
-_ASCII = {ord("█"): "#", **dict.fromkeys(map(ord, "▏▎▍▌▋▊▉"), "")}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,27 +52,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
     dump = None if arguments.dump is None else check_folder(arguments.dump)
     results: dict[str, BenchRecord] = {}
-    say(arguments, f"{prose(_SUBJECT)}\n\nColumns of the tables:\n{_columns()}")
     for name, regime in DEMO.items():
-        say(arguments, "\n" + prose(f"{name}: {_MEANS[name].format(load=regime.load)}"))
         sized = replace(regime, size=replace(regime.size, **given))
         folder = None if dump is None else str(dump / name)
         job = job_of(sized, arguments.steps, lowering=arguments.lowering, dump=folder, lines=True)
         ranks = run_job(job)
         results[name] = result = summarise(job, ranks)
-        ratios = {arm: _ratio(result, arm, RESIDENT) for arm in result.record.arms}
-        shown = table(result.record, {"to resident": ratios})
-        say(arguments, f"\n{prose(_conditions(job, result))}\n\n{shown}\n\n{_printable(bars(result.record))}")
-    say(arguments, "")
-    for name, result in results.items():
-        say(arguments, prose(f"{name}: {_finding(result)}"))
+        say(arguments, f"{_TITLES[name]}\n\n{_figures(result)}\n\n{_filled(_conditions(job, result))}\n")
+    say(arguments, _meaning(results))
     if dump is None:
-        say(arguments, f"\nNo file is kept. To keep the programs and a picture: {called('demo', '--dump', 'demo')}")
+        say(arguments, f"\nNo file is kept. To keep the programs and a picture:\n  {called('demo', '--dump', 'demo')}")
     else:
         program = ranks[0].arms["chunkflow"].program  # of the regime that was measured last
         _say_kept(arguments, dump, results, None if program is None else program.folder)
-    if busy := _busy(results):
-        say(arguments, f"\n{busy}")
     bodies = {name: result.record.body for name, result in results.items()}
     write_json(arguments, {**bodies["compute-rich"], "regimes": bodies})
     return 0 if all(arm.equal_to_resident for r in results.values() for arm in r.record.arms.values()) else 1
@@ -85,63 +78,90 @@ def _say_kept(
         draw_regimes({name: result.record for name, result in results.items()}, dump / _PICTURE)
         say(arguments, f"\npicture: {dump / _PICTURE}")
     except ChunkflowError as error:  # matplotlib is not installed, or the file cannot be written
-        say(arguments, f"\nno picture: {error}")
+        say(arguments, f"\n{_filled(f'no picture: {error}')}")
     say(arguments, f"program: {program}/04_verified.py\nto explain it: {called('explain', str(program))}")
+
+
+def _figures(result: BenchRecord) -> str:
+    """The figures of a regime, one column per arm.  Without ratios if the machine was busy."""
+    arms = result.record.arms
+    rows = [["step", *(seconds(arm.step_s) for arm in arms.values())]]
+    if not why_busy(result):
+        rows.append(["  relative to resident", *(f"{result.ratio(name, RESIDENT):.2f}" for name in arms)])
+        middles = ("{:.2f} to {:.2f}".format(*result.middle(name, RESIDENT)) for name in arms if name != RESIDENT)
+        rows.append(["  its middle half", "", *middles])
+    rows += [
+        ["waiting for weights", *(seconds(arm.exposed_h2d_s) for arm in arms.values())],
+        ["in all-to-alls", *(seconds(arm.collective_s) for arm in arms.values())],
+        ["weights on the device", *(size(arm.weights_device_bytes) for arm in arms.values())],
+        ["  share of all weights", *(f"{_share(arm):.0%}" for arm in arms.values())],
+        ["copied per step", *(size(arm.moved_bytes_per_step) for arm in arms.values())],
+        [
+            "outputs",
+            "",
+            *("identical" if a.equal_to_resident else "DIFFERENT" for n, a in arms.items() if n != RESIDENT),
+        ],
+    ]
+    align = ("left", *("right" for _ in arms))
+    return tabulate(rows, headers=["", *arms], disable_numparse=True, colalign=align, preserve_whitespace=True)
+
+
+def _share(arm: ArmRecord) -> float:
+    """The share of all weights that is on the device."""
+    return (arm.weights_device_bytes or 0) / (arm.weights_total_bytes or 1)
 
 
 def _conditions(job: Job, result: BenchRecord) -> str:
     link = "" if result.link is None else f" of {result.link.requested / 1e6:.1f} MB/s"
     return (
         f"{result.record.model}{link}; {job.ranks} ranks on the CPU, medians of {result.steps} "
-        f"step{'s' * (result.steps > 1)}, slowest rank"
+        f"step{'s' * (result.steps > 1)}, slowest rank."
     )
+
+
+def _meaning(results: Mapping[str, BenchRecord]) -> str:
+    """The explanation below the figures of all regimes, and each result in one sentence."""
+    width = max(map(len, _ARMS)) + 3
+    arms = [f"{f'  {name}':{width}} {meaning}" for name, meaning in _ARMS.items()]
+    said = [_filled(_SUBJECT), *arms]
+    said += [
+        "",
+        _filled(
+            "Waiting for weights: compute stood still until a weight had arrived. In all-to-alls: with the wait while copies "
+            "hold the link. Outputs: compared with those of resident, bit for bit."
+        ),
+    ]
+    for name, result in results.items():
+        load = DEMO[name].load
+        said += ["", _filled(f"{_TITLES[name]}. {_MEANS[name].format(load=load)} {_finding(result)}")]
+    if busy := _busy(results):
+        said += ["", busy]
+    return "\n".join(said)
 
 
 def _finding(result: BenchRecord) -> str:
-    """The result of a regime, in one sentence."""
-    mine = result.record.arms["chunkflow"]
-    share = (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
+    """The result of a regime, in one sentence, with a ratio only if the machine was quiet."""
+    held = f"{_share(result.record.arms['chunkflow']):.0%} of the weights on the device"
+    if why_busy(result):
+        return f"chunkflow kept {held}."
     return (
-        f"a step of chunkflow takes {_ratio(result, 'chunkflow', RESIDENT)} times as long as the resident step, with "
-        f"{100 * share:.0f} % of the weights on the device; it is {_ratio(result, 'layerwise', 'chunkflow')} times as "
-        "fast as layerwise"
+        f"A step of chunkflow took {result.ratio('chunkflow', RESIDENT):.2f} times as long as a resident one, with {held}; a "
+        f"step of layerwise took {result.ratio('layerwise', RESIDENT):.2f} times as long."
     )
-
-
-def _ratio(result: BenchRecord, arm: str, base: str) -> str:
-    """The median of all rounds, and their middle half."""
-    if arm == base:
-        return "1.00"
-    low, high = result.middle(arm, base)
-    return f"{result.ratio(arm, base):.2f} ({low:.2f} to {high:.2f})"
 
 
 def _busy(results: Mapping[str, BenchRecord]) -> str:
-    """That the ratios cannot be trusted, and why; "" if the machine was quiet."""
+    """A sentence that explains why ratios are missing; empty if none are."""
     signs = {name: why for name, result in results.items() if (why := why_busy(result))}
     if not signs:
         return ""
-    told = "; ".join(f"in {name}, {why}" for name, why in signs.items())
-    return prose(
-        f"The machine was busy with other work, so the ratios cannot be trusted: {told}. Run the demo again when nothing "
-        "else uses the processors."
+    told = "; ".join(f"{_TITLES[name].lower()}: {why}" for name, why in signs.items())
+    return _filled(
+        f"The machine was busy with other work, so ratios are not shown ({told}). Run the demo again when nothing else uses "
+        "the processors."
     )
 
 
-def _columns() -> str:
-    width = max(map(len, _COLUMNS)) + 4
-    return "\n".join(
-        textwrap.fill(
-            f"{'  ' + column:{width}}{meaning}", PROSE_WIDTH, subsequent_indent=" " * width, break_on_hyphens=False
-        )
-        for column, meaning in _COLUMNS.items()
-    )
-
-
-def _printable(text: str) -> str:
-    """``text`` as stdout can show it."""
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-        return text
-    except UnicodeEncodeError:
-        return text.translate(_ASCII)
+def _filled(text: str) -> str:
+    """``text`` in lines of at most COLUMNS characters; a longer word, such as a path, gets a line of its own."""
+    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)

@@ -28,6 +28,8 @@ LACKS: dict[str, tuple[list[str], list[int]]] = {
     "diffusers_wan": (["diffusers"], [3, 16]),
     "ulysses_dit": ([], [1, 3]),
     "serve_ray": (["ray"], []),
+    "digits/draw": (["diffusers"], [2]),
+    "digits/train": (["diffusers", "sklearn", "matplotlib"], [2]),
 }
 
 
@@ -42,7 +44,7 @@ def ended(name: str, monkeypatch: pytest.MonkeyPatch, ranks: int | None = None, 
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(example), run_name="__main__")
     said = str(end.value)
-    assert said.startswith(f"{name}.py ") and "\n" not in said
+    assert said.startswith(f"{example.name} ") and "\n" not in said
     return said
 
 
@@ -54,7 +56,7 @@ def test_an_example_says_what_it_lacks(name: str, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(needs, "find_spec", lambda asked, gone=package: None if asked == gone else find_spec(asked))
             patch.setitem(sys.modules, package, None)
-            assert ended(name, patch).startswith(f"{name}.py needs {package}: pip install ")
+            assert ended(name, patch).startswith(f"{Path(name).name}.py needs {package}: pip install ")
     with monkeypatch.context() as patch:
         patch.setattr(needs, "find_spec", lambda _: object())
         for ranks in wrong:
@@ -66,7 +68,8 @@ def test_an_example_says_what_it_lacks(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_every_example_is_listed() -> None:
     """In the table of the examples, and here."""
-    programs = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+    files = {path.relative_to(FOLDER).with_suffix(""): path.read_text() for path in FOLDER.rglob("*.py")}
+    programs = {str(name) for name, text in files.items() if "__main__" in text}
     assert programs == set(LACKS)
     page = (FOLDER / "README.md").read_text()
     assert all(f"`{path.name}`" in page for path in FOLDER.glob("*.py"))
