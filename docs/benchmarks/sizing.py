@@ -120,10 +120,12 @@ def plan(model: str, gpu: str) -> Row:
     def seconds(name: str) -> float:
         return round(float(sum(p["loading_s"] + p["calls"] * p["seconds"] for p in ways[name])), 3)
 
+    # such as "wan2.2-ti2v-5b, 121 frames of 704x1280, one timestep per token, 50 steps, 2 forwards per step, on l4-pcie"
+    _, sizes, *rest = found["pipeline"].split(", ")
     return Row(
         model=model,
         gpu=gpu,
-        output=", ".join(found["pipeline"].split(", ")[1:3]),
+        output=f"{sizes}, {next(each for each in rest if each.endswith(' steps'))}",
         device_bytes=peak("chunkflow"),
         host_bytes=sum(p["host"] for p in ways["chunkflow"]),
         seconds=seconds("chunkflow"),
