@@ -1,7 +1,7 @@
 """The sizing table of docs/deployment.md: which cloud instance runs which model, in which budget, and how fast.
 
     python docs/benchmarks/sizing.py                       # writes the table from sizing.json
-    python docs/benchmarks/sizing.py --plan                # plans first: traces four pipelines, about ten minutes of one core
+    python docs/benchmarks/sizing.py --plan                # plans first: traces three pipelines, about ten minutes of one core
     python docs/benchmarks/sizing.py --plan --only MODEL   # plans one model again
 
 Each row is the answer of ``chunkflow pipeline MODEL --memory BUDGET --hardware PROFILE``; nothing here is measured.  vCPUs
@@ -74,6 +74,7 @@ GPUS = {
 MODELS = {
     "flux.1-dev": "FLUX.1-dev",
     "wan2.2-ti2v-5b": "Wan2.2 5B",
+    "qwen-image": "Qwen-Image",
 }
 CASES = tuple((model, gpu) for model in MODELS for gpu in GPUS)
 
