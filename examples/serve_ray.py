@@ -164,6 +164,22 @@ class Generator:
         await asyncio.gather(*self.everywhere("check"))
 
 
+# Front's endpoints are pickled where the class is made: what they call is defined before it.
+def answer(request: Request, result: dict[str, Any], admitted_s: float) -> Any:
+    """A file with the figures in a header, or all of it as JSON."""
+    files, figures = result.pop("files"), {**result, "admitted_s": admitted_s}
+    if request.format == "json":
+        return {"frames": as_json(files), **figures}
+    return Response(files[0], media_type=MEDIA[request.format], headers={"x-chunkflow": json.dumps(figures)})
+
+
+def states_of_replicas() -> dict[str, int]:
+    """The number of replicas by Serve's name of their state, such as STARTING or RUNNING."""
+    app = serve.status().applications.get(GENERATORS)
+    deployments = app.deployments.values() if app else ()
+    return {str(getattr(s, "value", s)): n for each in deployments for s, n in each.replica_states.items() if n}
+
+
 @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=3600)
 @serve.ingress(http)
 class Front:
@@ -222,21 +238,6 @@ class Front:
             except RayActorError:
                 print("A replica died, and its request is sent again.", flush=True)
         raise HTTPException(500, f"{ATTEMPTS} replicas died with this request.")
-
-
-def answer(request: Request, result: dict[str, Any], admitted_s: float) -> Any:
-    """A file with the figures in a header, or all of it as JSON."""
-    files, figures = result.pop("files"), {**result, "admitted_s": admitted_s}
-    if request.format == "json":
-        return {"frames": as_json(files), **figures}
-    return Response(files[0], media_type=MEDIA[request.format], headers={"x-chunkflow": json.dumps(figures)})
-
-
-def states_of_replicas() -> dict[str, int]:
-    """The number of replicas by Serve's name of their state, such as STARTING or RUNNING."""
-    app = serve.status().applications.get(GENERATORS)
-    deployments = app.deployments.values() if app else ()
-    return {str(getattr(s, "value", s)): n for each in deployments for s, n in each.replica_states.items() if n}
 
 
 def resources(arguments: argparse.Namespace) -> dict[str, Any]:

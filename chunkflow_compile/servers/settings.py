@@ -61,7 +61,8 @@ class Settings:
         installed = version(distribution)
         if _numbers(oldest) <= _numbers(installed) < _numbers(before):
             return
-        found = f"This is {distribution} {installed}, and ChunkFlow's plug-in supports versions from {oldest} to below {before}"
+        supported = f"versions from {oldest} to below {before}"
+        found = f"This is {distribution} {installed}, and ChunkFlow's plug-in supports {supported}"
         if not self.ignore_version:
             raise ChunkflowError(
                 f"{found}. Install a supported version, unset {MEMORY} to serve without streaming, or set "

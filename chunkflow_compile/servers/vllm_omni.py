@@ -1,8 +1,9 @@
 """The plug-in of vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
 
 vLLM-Omni calls ``plug_in`` in each of its processes, by the entry point ``vllm_omni.general_plugins``, before it loads a
-model.  It has no hooks for a plug-in, so ``plug_in`` wraps three of its functions, for the supported releases: the loader leaves the model on the host, the transformers are offloaded where the server would install its own
-offloading, and compiled where the server compiles them.
+model.  It has no hooks for a plug-in, so ``plug_in`` wraps three of its functions, for the supported releases: the loader
+leaves the model on the host, the transformers are offloaded where the server would install its own offloading, and compiled
+where the server compiles them.
 """
 
 from __future__ import annotations

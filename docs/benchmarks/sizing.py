@@ -1,7 +1,7 @@
 """The sizing table of docs/deployment.md: which cloud instance runs which model, in which budget, and how fast.
 
     python docs/benchmarks/sizing.py                       # writes the table from sizing.json
-    python docs/benchmarks/sizing.py --plan                # plans first: traces four pipelines, about ten minutes of one core
+    python docs/benchmarks/sizing.py --plan                # plans first: traces three pipelines, about ten minutes of one core
     python docs/benchmarks/sizing.py --plan --only MODEL   # plans one model again
 
 Each row is the answer of ``chunkflow pipeline MODEL --memory BUDGET --hardware PROFILE``; nothing here is measured.  vCPUs
@@ -74,6 +74,7 @@ GPUS = {
 MODELS = {
     "flux.1-dev": "FLUX.1-dev",
     "wan2.2-ti2v-5b": "Wan2.2 5B",
+    "qwen-image": "Qwen-Image",
 }
 CASES = tuple((model, gpu) for model in MODELS for gpu in GPUS)
 
@@ -120,10 +121,12 @@ def plan(model: str, gpu: str) -> Row:
     def seconds(name: str) -> float:
         return round(float(sum(p["loading_s"] + p["calls"] * p["seconds"] for p in ways[name])), 3)
 
+    # such as "wan2.2-ti2v-5b, 121 frames of 704x1280, one timestep per token, 50 steps, 2 forwards per step, on l4-pcie"
+    _, sizes, *rest = found["pipeline"].split(", ")
     return Row(
         model=model,
         gpu=gpu,
-        output=", ".join(found["pipeline"].split(", ")[1:3]),
+        output=f"{sizes}, {next(each for each in rest if each.endswith(' steps'))}",
         device_bytes=peak("chunkflow"),
         host_bytes=sum(p["host"] for p in ways["chunkflow"]),
         seconds=seconds("chunkflow"),
