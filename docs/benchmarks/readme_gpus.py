@@ -27,7 +27,7 @@ from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.published import Encoder, published
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.cli.pipeline import _cost
+from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
@@ -174,11 +174,11 @@ class Planned:
         """The encoders and the VAE."""
         pipeline, found = published(self.model), list[Part]()
         for encoder in pipeline.encoders:
-            cost = _cost(asdict(encoder), partial(eager_cost, encoder.model_and_inputs, torch.bfloat16))
+            cost = kept_cost(asdict(encoder), partial(eager_cost, encoder.model_and_inputs, torch.bfloat16))
             found.append(_part(cost, _grouped(encoder, cost.weights)))
         decode = partial(pipeline.vae_and_latents, pipeline.transformer.sizes)
         key = {"decoder of": asdict(pipeline), "sizes": asdict(pipeline.transformer.sizes)}
-        cost = _cost(key, partial(eager_cost, decode, torch.bfloat16, "decode"))
+        cost = kept_cost(key, partial(eager_cost, decode, torch.bfloat16, "decode"))
         return [*found, _part(cost, cost.weights)]
 
     @cached_property
@@ -186,7 +186,9 @@ class Planned:
         """The transformer."""
         known = preset(self.model)
         key, _ = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
-        return _cost(key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16))
+        return kept_cost(
+            key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16)
+        )
 
     @cached_property
     def traced(self) -> Traced:

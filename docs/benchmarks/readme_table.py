@@ -261,7 +261,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         "measured": ("*", "ChunkFlow, measured"),
     }
     *panels, last = axes.flat
-    for axis, (title, panel) in zip(panels, data.items(), strict=False):
+    for axis, (title, panel) in zip(panels, data.items(), strict=True):
         for name, curve in panel["curves"].items():
             axis.plot(*zip(*curve, strict=True), color=colour[name], marker=".", markersize=4, linewidth=1.4)
         for name, way, nbytes, step_s in panel["points"]:
@@ -276,8 +276,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in (*panels[len(data) :], last):
-        axis.axis("off")
+    last.axis("off")
     for name in names:
         last.plot([], [], color=colour[name], marker=".", label=f"ChunkFlow, {name}, planned")
     for mark, meaning in markers.values():
