@@ -222,7 +222,8 @@ def short_of_ram(rows: Sequence[Row]) -> str:
 def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """What the charts show: for each model its curves by GPU, and single points; GiB and seconds of a step."""
     data = dict[str, dict[str, Any]]()
-    for row in (row for row in rows if row.curve):
+    order = list(MODELS)
+    for row in sorted((row for row in rows if row.curve), key=lambda row: order.index(row.workload.model)):
         work = row.workload
         forwards = f"{work.forwards} forward{'s' * (work.forwards > 1)} per step"
         panel = data.setdefault(f"{MODELS[work.model]}, {work}, {forwards}", {"curves": {}, "points": []})
@@ -267,8 +268,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for name, way, nbytes, step_s in panel["points"]:
             size = 9 if way == "measured" else 6
             axis.plot(nbytes, step_s, markers[way][0], color=colour[name], markersize=size, markerfacecolor="none")
-        model, _, rest = title.partition(", ")
-        axis.set_title(f"{model}\n{rest}", fontsize=9)
+        model, output, rest = title.split(", ", 2)
+        axis.set_title(f"{model}, {output}\n{rest}", fontsize=9)
         axis.set(xlabel="GPU memory, GiB", ylabel="time per step, s", yscale="log", xscale="log")
         values = [step_s for curve in panel["curves"].values() for _, step_s in curve]
         axis.set_xticks(sizes := [2, 4, 8, 16, 32, 64], map(str, sizes))
