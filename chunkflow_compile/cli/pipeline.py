@@ -86,7 +86,7 @@ def _components(
     for encoder in pipeline.encoders:
         with progress.phase(f"tracing {encoder.name}"):
             encoded, build = asdict(encoder), encoder.model_and_inputs
-            cost = _cost(encoded, partial(eager_cost, build, torch.bfloat16))
+            cost = kept_cost(encoded, partial(eager_cost, build, torch.bfloat16))
             trace = partial(trace_without_weights, build, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
             traced = trace_entry(encoded).get(trace)
             yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)))
@@ -95,7 +95,7 @@ def _components(
         key, call = preset_call(transformer, 1, sizes, DEFAULT_MIN_BYTES, None, 1)
         cut = make_cut(replace(trace_entry(key).get(call), fused=fused))
         build = partial(transformer.build, sizes, torch.device("cpu"))
-        cost = _cost(key, partial(eager_cost, build, torch.bfloat16))
+        cost = kept_cost(key, partial(eager_cost, build, torch.bfloat16))
     for expert in range(pipeline.experts):  # each takes its share of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
@@ -103,11 +103,11 @@ def _components(
     with progress.phase("decoding"):
         decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
         decode = partial(pipeline.vae_and_latents, sizes)
-        cost = _cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
+        cost = kept_cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
     yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
 
 
-def _cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:
+def kept_cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:
     """What the cache has of a call, or else what is counted."""
     return Entry(kind="cost", key=key, write=asdict, read=lambda body: EagerCost(**body)).get(count)
 

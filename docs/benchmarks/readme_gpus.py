@@ -3,8 +3,9 @@
     python docs/benchmarks/readme_gpus.py                 # plans all rows into readme_gpus.json: an hour of one core
     python docs/benchmarks/readme_gpus.py --models flux.1-dev
 
-A row is what ``chunkflow pipeline MODEL --memory SIZE --hardware PROFILE`` predicts for the denoising steps, on coarser
-regions, which take less time to plan.  Traces are kept in the user's cache folder.  Needs no network and no GPU.
+A row is what ``chunkflow pipeline MODEL --memory SIZE --hardware PROFILE`` predicts for the denoising steps, on the coarser
+regions of methods.py, which take less time to plan.  Traces are kept in the user's cache folder.  Needs no network and no
+GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from methods import BENCHMARKS, CHUNK_BYTES, CHUNKFLOW, GROUP, GROUP_BYTES, MODELS, PLAIN
 from torch import nn
 from tqdm import tqdm
 
@@ -27,7 +29,7 @@ from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.published import Encoder, published
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.cli.pipeline import _cost
+from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
@@ -43,18 +45,10 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-BENCHMARKS = Path(__file__).parent
 PLANNED = BENCHMARKS / "readme_gpus.json"
 GIB = 1 << 30
 
-MODELS = {
-    "flux.1-dev": "FLUX.1-dev",
-    "qwen-image": "Qwen-Image",
-    "wan2.2-ti2v-5b": "Wan2.2 5B",
-    "wan2.2-t2v-a14b": "Wan2.2 A14B",
-    "hunyuanvideo": "HunyuanVideo",
-}
-COMPILED, MODEL, GROUP, CHUNKFLOW = "torch.compile", "model offload", "group offload", "ChunkFlow"
+MODEL = "model offload"
 # ChunkFlow in the GPU memory that group offload takes; with packed weights; and with the weights that exceed host_memory on
 # an SSD that reads so many bytes/s, as an NVMe SSD for PCIe 3.0 does.
 IN_ITS_MEMORY, PACKED, ON_SSD = "ChunkFlow in the memory of group offload", "pack=True", "host_memory, SSD"
@@ -89,8 +83,6 @@ GPUS = {
 }
 # The GPU of the examples in sentences, planned with less host memory too.
 EXAMPLE = "RTX 4060 Ti"
-# As in methods.py: regions cut at blocks and collectives only, and large chunks.
-GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
 # Budgets of the curves, in GiB, as far as they are below that of the GPU; a curve begins at the least budget.
 CURVE = (4, 8, 12, 16, 20, 30, 40, 60)
 
@@ -174,11 +166,11 @@ class Planned:
         """The encoders and the VAE."""
         pipeline, found = published(self.model), list[Part]()
         for encoder in pipeline.encoders:
-            cost = _cost(asdict(encoder), partial(eager_cost, encoder.model_and_inputs, torch.bfloat16))
+            cost = kept_cost(asdict(encoder), partial(eager_cost, encoder.model_and_inputs, torch.bfloat16))
             found.append(_part(cost, _grouped(encoder, cost.weights)))
         decode = partial(pipeline.vae_and_latents, pipeline.transformer.sizes)
         key = {"decoder of": asdict(pipeline), "sizes": asdict(pipeline.transformer.sizes)}
-        cost = _cost(key, partial(eager_cost, decode, torch.bfloat16, "decode"))
+        cost = kept_cost(key, partial(eager_cost, decode, torch.bfloat16, "decode"))
         return [*found, _part(cost, cost.weights)]
 
     @cached_property
@@ -186,7 +178,9 @@ class Planned:
         """The transformer."""
         known = preset(self.model)
         key, _ = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
-        return _cost(key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16))
+        return kept_cost(
+            key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16)
+        )
 
     @cached_property
     def traced(self) -> Traced:
@@ -272,7 +266,7 @@ def plan(planned: Planned, gpu: str) -> Row:
     total = planned.experts * cost.weights + sum(part.weights for part in others)
     total += max(cost.activations, *(part.activations for part in others))
     ways = {
-        COMPILED: Way(forward_s=all_resident, nbytes=total),
+        PLAIN: Way(forward_s=all_resident, nbytes=total),
         MODEL: Way(forward_s=all_resident, nbytes=max(single)),
         GROUP: group,
     }

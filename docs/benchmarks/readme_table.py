@@ -19,17 +19,14 @@ from typing import Any
 
 import methods
 import readme_gpus
-from methods import BENCHMARKS, DOCS, filled
+from methods import BENCHMARKS, CHUNKFLOW, DOCS, GROUP, MODELS, PLAIN, filled
 from readme_gpus import (
-    CHUNKFLOW,
     EXAMPLE,
     GIB,
     GPUS,
-    GROUP,
     HOST_OF_32_GB,
     IN_ITS_MEMORY,
     MODEL,
-    MODELS,
     ON_SSD,
     PACKED,
     SSD,
@@ -50,29 +47,24 @@ MEASURED_ON = "H100 SXM"
 # Of the axis of times, in seconds.
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 # Hosts of several_gpus.json, by the title in the table, and the beginnings of the names of ChunkFlow's plans there.
-SEVERAL, SEVERAL_GPUS = (
-    BENCHMARKS / "several_gpus.json",
-    {
-        "2 x rtx-4090-pcie": "2 x 24 GB: RTX 4090",
-        "4 x l40s-pcie": "4 x 48 GB: L40S",
-    },
-)
+SEVERAL = BENCHMARKS / "several_gpus.json"
+SEVERAL_GPUS = {"2 x rtx-4090-pcie": "2 x 24 GB: RTX 4090", "4 x l40s-pcie": "4 x 48 GB: L40S"}
 OURS = ("host, ", "the mix, ")
 COLOURS = ("#4c78a8", "#f2a541", "#d64545", "#59a14f", "#9c6ade", "#7f7f7f")
 
 
-def measured(folder: Path = BENCHMARKS) -> list[tuple[methods.Row, methods.Row]]:
-    """What was measured with the pipeline's own call: in the memory that is shown, and in that of group offload."""
-    rows = [row for row in methods.measured(folder) if row.gpus == "H100"]
-    return [(rows[2], rows[0])]
+def measured() -> tuple[methods.Row, methods.Row]:
+    """The measured rows of FLUX.1-dev: as fast as with all weights on the GPU, and in about the memory of group offload."""
+    small, _, fast = (row for row in methods.measured() if row.gpus == "H100")
+    return fast, small
 
 
-def table(rows: Sequence[Row], folder: Path = BENCHMARKS) -> str:
-    """A row for each model on each GPU; measured rows follow the planned ones of their GPU."""
+def table(rows: Sequence[Row]) -> str:
+    """A row for each model on each GPU; the measured row follows the planned ones of its GPU."""
     lines = []
     for name in GPUS:
         lines += [_planned(row) for row in rows if row.gpu == name]
-        lines += [_measured(*pair) for pair in measured(folder)] if name == MEASURED_ON else []
+        lines += [_measured(*measured())] if name == MEASURED_ON else []
     head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW} in its memory", MODEL, "")
     return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
 
@@ -144,12 +136,12 @@ def _short(row: Row) -> str:
     return seconds(row.step_s(ON_SSD)) if ON_SSD in row.ways else "all weights fit"
 
 
-def _example(rows: Sequence[Row], model: str) -> Row:
-    """The row of a model on the GPU of the examples.  Raises ChunkflowError if it is not planned."""
+def _example(rows: Sequence[Row]) -> Row:
+    """The row of the examples in sentences.  Raises ChunkflowError if it is not planned."""
     for row in rows:
-        if (row.workload.model, row.gpu) == (model, EXAMPLE):
+        if (row.workload.model, row.gpu) == ("flux.1-dev", EXAMPLE):
             return row
-    raise ChunkflowError(f"The planned rows lack {model} on the {EXAMPLE}. Plan them with --plan.")
+    raise ChunkflowError(f"The planned rows lack flux.1-dev on the {EXAMPLE}. Plan them with --plan.")
 
 
 def _size(nbytes: int) -> str:
@@ -191,9 +183,9 @@ def several(path: Path = SEVERAL) -> str:
 
 def headline(rows: Sequence[Row]) -> str:
     """The first figures: planned for a GPU on which the model does not fit, and measured."""
-    row, (ours, _) = _example(rows, "flux.1-dev"), measured()[0]
+    row, (ours, _) = _example(rows), measured()
     model, on = MODELS[row.workload.model], f"{row.on.memory} GB {row.gpu}"
-    mine, alone = (methods.figures(ours.ways[way]) for way in (CHUNKFLOW, methods.PLAIN))
+    mine, alone = (methods.figures(ours.ways[way]) for way in (CHUNKFLOW, PLAIN))
     group = f"{seconds(row.step_s(GROUP))} and {gib(row.ways[GROUP].nbytes)}"
     return filled(
         f"{model} in bfloat16 ({row.workload.sizes}) on a {on} is planned at "
@@ -206,7 +198,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 def short_of_ram(rows: Sequence[Row]) -> str:
     """How to run with 32 GB of RAM, and what it costs."""
-    row = _example(rows, "flux.1-dev")
+    row = _example(rows)
     call = f"compile(pipe, memory={_size(row.on.budget * GIB)}"
     times = {way: seconds(row.step_s(way)) for way in (CHUNKFLOW, PACKED, ON_SSD)}
     return filled(
@@ -222,7 +214,8 @@ def short_of_ram(rows: Sequence[Row]) -> str:
 def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """What the charts show: for each model its curves by GPU, and single points; GiB and seconds of a step."""
     data = dict[str, dict[str, Any]]()
-    for row in (row for row in rows if row.curve):
+    order = list(MODELS)
+    for row in sorted((row for row in rows if row.curve), key=lambda row: order.index(row.workload.model)):
         work = row.workload
         forwards = f"{work.forwards} forward{'s' * (work.forwards > 1)} per step"
         panel = data.setdefault(f"{MODELS[work.model]}, {work}, {forwards}", {"curves": {}, "points": []})
@@ -235,10 +228,8 @@ def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         ]
         if row.gpu == MEASURED_ON:
             panel["points"] += [
-                (label(row.gpu), "measured", each.ways[CHUNKFLOW].nbytes / GIB, each.ways[CHUNKFLOW].forward_s)
-                for pair in measured()
-                for each in pair
-                if each.workload == work
+                (label(row.gpu), "measured", way.nbytes / GIB, work.forwards * way.forward_s)
+                for way in (each.ways[CHUNKFLOW] for each in measured() if each.workload == work)
             ]
     return data
 
@@ -261,14 +252,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         "measured": ("*", "ChunkFlow, measured"),
     }
     *panels, last = axes.flat
-    for axis, (title, panel) in zip(panels, data.items(), strict=False):
+    for axis, (title, panel) in zip(panels, data.items(), strict=True):
         for name, curve in panel["curves"].items():
             axis.plot(*zip(*curve, strict=True), color=colour[name], marker=".", markersize=4, linewidth=1.4)
         for name, way, nbytes, step_s in panel["points"]:
             size = 9 if way == "measured" else 6
             axis.plot(nbytes, step_s, markers[way][0], color=colour[name], markersize=size, markerfacecolor="none")
-        model, _, rest = title.partition(", ")
-        axis.set_title(f"{model}\n{rest}", fontsize=9)
+        model, output, rest = title.split(", ", 2)
+        axis.set_title(f"{model}, {output}\n{rest}", fontsize=9)
         axis.set(xlabel="GPU memory, GiB", ylabel="time per step, s", yscale="log", xscale="log")
         values = [step_s for curve in panel["curves"].values() for _, step_s in curve]
         axis.set_xticks(sizes := [2, 4, 8, 16, 32, 64], map(str, sizes))
@@ -276,8 +267,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in (*panels[len(data) :], last):
-        axis.axis("off")
+    last.axis("off")
     for name in names:
         last.plot([], [], color=colour[name], marker=".", label=f"ChunkFlow, {name}, planned")
     for mark, meaning in markers.values():
