@@ -1,7 +1,7 @@
 """The sizing table of docs/deployment.md: which cloud instance runs which model, in which budget, and how fast.
 
     python docs/benchmarks/sizing.py                       # writes the table from sizing.json
-    python docs/benchmarks/sizing.py --plan                # plans first: traces three pipelines, about ten minutes of one core
+    python docs/benchmarks/sizing.py --plan                # plans first: traces three pipelines, ten minutes of one core
     python docs/benchmarks/sizing.py --plan --only MODEL   # plans one model again
 
 Each row is the answer of ``chunkflow pipeline MODEL --memory BUDGET --hardware PROFILE``; nothing here is measured.  vCPUs
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.cli.main import main as chunkflow
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import parse_bytes
@@ -148,7 +149,7 @@ def table(rows: Sequence[Row]) -> str:
         [
             (
                 MODELS[row.model],
-                row.output,
+                _output(row),
                 row.gpu,
                 _instance(row),
                 GPUS[row.gpu].budget.replace("GiB", " GiB"),
@@ -175,6 +176,11 @@ def table(rows: Sequence[Row]) -> str:
         tablefmt="github",
         disable_numparse=True,
     )
+
+
+def _output(row: Row) -> str:
+    forwards = preset(row.model).forwards
+    return f"{row.output} of {forwards} forward{'s' * (forwards > 1)}"
 
 
 def _instance(row: Row) -> str:
