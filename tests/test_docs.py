@@ -1,4 +1,4 @@
-"""The documents: links resolve, what they name exists, the README stays short, every option and command is described."""
+"""The documents: links resolve, what they name exists, they are worded as the field writes, and options are described."""
 
 from __future__ import annotations
 
