@@ -26,7 +26,7 @@ COLUMNS = 80  # characters in a line, which every terminal has
 _PICTURE = "chunkflow-demo.png"
 _SUBJECT = (
     "Two processes, the ranks, compute each step of a small video transformer together, and exchange data in all-to-alls. "
-    "Copies of weights and all-to-alls share an emulated link, and compute is held to a fixed duration, so that this machine "
+    "Copies of weights and all-to-alls share an emulated PCIe link, and compute is held to a fixed duration, so that this machine "
     "shows what a GPU would."
 )
 _ARMS: Mapping[str, str] = {
@@ -36,13 +36,13 @@ _ARMS: Mapping[str, str] = {
 }
 # By regime: its title, and what to compare.
 _TITLES: Mapping[str, str] = {
-    "contention": "A link that is nearly full",
-    "compute-rich": "A link with time to spare",
+    "contention": "A PCIe link that is nearly full",
+    "compute-rich": "A PCIe link with time to spare",
 }
 _MEANS: Mapping[str, str] = {
-    "contention": "All weights and all-to-alls would keep the link busy for {load:.0%} of a resident step, and a copy at the "
+    "contention": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, and a copy at the "
     "wrong time delays an all-to-all. Compare the step times.",
-    "compute-rich": "All weights and all-to-alls would keep the link busy for {load:.0%} of a resident step, so compute "
+    "compute-rich": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, so compute "
     "hides the copies. Compare the weights on the device; the step times hardly differ.",
 }
 
@@ -62,10 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = run_job(job)
         results[name] = result = summarise(job, ranks)
         busy[name] = why_busy(result) or shared
-        say(
-            arguments,
-            f"{_TITLES[name]}\n\n{_figures(result, bool(busy[name]))}\n\n{_filled(_conditions(job, result))}\n",
-        )
+        figures = _figures(result, bool(busy[name]))
+        say(arguments, f"{_TITLES[name]} ({name})\n\n{figures}\n\n{_filled(_conditions(job, result))}\n")
     say(arguments, _meaning(results, busy))
     if dump is None:
         say(arguments, f"\nNo file is kept. To keep the programs and a picture:\n  {called('demo', '--dump', 'demo')}")
@@ -101,7 +99,7 @@ def _figures(result: BenchRecord, busy: bool) -> str:
         ["waiting for weights", *(seconds(arm.exposed_h2d_s) for arm in arms.values())],
         ["in all-to-alls", *(seconds(arm.collective_s) for arm in arms.values())],
         ["weights on the device", *(size(arm.weights_device_bytes) for arm in arms.values())],
-        ["  share of all weights", *(f"{_share(arm):.0%}" for arm in arms.values())],
+        ["  share of all weights", *(f"{100 * _share(arm):.0f} %" for arm in arms.values())],
         ["copied per step", *(size(arm.moved_bytes_per_step) for arm in arms.values())],
         [
             "outputs",
@@ -143,8 +141,11 @@ def _meaning(results: Mapping[str, BenchRecord], busy: Mapping[str, str]) -> str
     ]
     for name, result in results.items():
         load = DEMO[name].load
-        said += ["", _filled(f"{_TITLES[name]}. {_MEANS[name].format(load=load)} {_finding(result, bool(busy[name]))}")]
-    if told := "; ".join(f"{_TITLES[name].lower()}: {why}" for name, why in busy.items() if why):
+        said += [
+            "",
+            _filled(f"{_TITLES[name]}. {_MEANS[name].format(load=100 * load)} {_finding(result, bool(busy[name]))}"),
+        ]
+    if told := "; ".join(f"{name}: {why}" for name, why in busy.items() if why):
         again = "Run the demo again when nothing else uses the processors."
         said += ["", _filled(f"The machine was busy with other work, so ratios are not shown ({told}). {again}")]
     return "\n".join(said)
@@ -152,7 +153,7 @@ def _meaning(results: Mapping[str, BenchRecord], busy: Mapping[str, str]) -> str
 
 def _finding(result: BenchRecord, busy: bool) -> str:
     """The result of a regime, in one sentence, with a ratio only if the machine was quiet."""
-    held = f"{_share(result.record.arms['chunkflow']):.0%} of the weights on the device"
+    held = f"{100 * _share(result.record.arms['chunkflow']):.0f} % of the weights on the device"
     if busy:
         return f"ChunkFlow kept {held}."
     return (

@@ -59,7 +59,7 @@ def why_shared(threads: int, seconds: float = 0.3) -> str:
     Lets them compute for so many ``seconds``, and compares the time for which each had a processor.
     """
     share = min(_owned_shares(threads, seconds))
-    return f"a thread had a processor for {share:.0%} of the time" if share < _OWN else ""
+    return f"a thread had a processor for {100 * share:.0f} % of the time" if share < _OWN else ""
 
 
 def _owned_shares(threads: int, seconds: float) -> list[float]:
