@@ -26,8 +26,7 @@ COLUMNS = 80  # characters in a line, which every terminal has
 _PICTURE = "chunkflow-demo.png"
 _SUBJECT = (
     "Two processes, the ranks, compute each step of a small video transformer together, and exchange data in all-to-alls. "
-    "Copies of weights and all-to-alls share an emulated PCIe link, and compute is held to a fixed duration, so that this machine "
-    "shows what a GPU would."
+    "Copies of weights and all-to-alls share an emulated PCIe link. Compute is held to a fixed duration, as if a GPU did it."
 )
 _ARMS: Mapping[str, str] = {
     RESIDENT: "keeps all weights on the device.",
@@ -40,8 +39,8 @@ _TITLES: Mapping[str, str] = {
     "compute-rich": "A PCIe link with time to spare",
 }
 _MEANS: Mapping[str, str] = {
-    "contention": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, and a copy at the "
-    "wrong time delays an all-to-all. Compare the step times.",
+    "contention": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, and a copy at "
+    "the wrong time delays an all-to-all. Compare the step times.",
     "compute-rich": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, so compute "
     "hides the copies. Compare the weights on the device; the step times hardly differ.",
 }
