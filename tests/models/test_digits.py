@@ -159,6 +159,11 @@ def test_what_is_committed_is_small_and_whole() -> None:
     assert steps[-1] == 4000 and (FOLDER / "loss.png").exists() and (HERE.parent / "docs" / "digits.png").exists()
 
 
+def test_the_pipeline_returns_pictures_in_grayscale(draw: ModuleType) -> None:
+    (seven,) = draw.load(MODEL)([7], num_inference_steps=1).images
+    assert (seven.mode, seven.size) == ("L", (8, 8))
+
+
 @pytest.mark.parametrize("digits", [[], [10], [-1], ["1"]])
 def test_the_pipeline_refuses_what_is_no_digit(draw: ModuleType, digits: list[Any]) -> None:
     from digits import DigitsPipeline
