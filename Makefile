@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs site bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
 
-# Two minutes on two idle cores: a picture of digits, then two ranks on an emulated link.
+# About two minutes on two cores: a picture of digits, drawn twice, then two ranks on an emulated link.
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits/draw.py
 	@echo

@@ -14,6 +14,7 @@ from chunkflow_compile.bench.job import RESIDENT, Job, job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import BenchRecord, summarise, why_busy
+from chunkflow_compile.hardware.stopwatch import why_shared
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.pictures import draw_regimes
 from chunkflow_compile.report.record import ArmRecord, check_folder, seconds
@@ -25,8 +26,7 @@ COLUMNS = 80  # characters in a line, which every terminal has
 _PICTURE = "chunkflow-demo.png"
 _SUBJECT = (
     "Two processes, the ranks, compute each step of a small video transformer together, and exchange data in all-to-alls. "
-    "Copies of weights and all-to-alls share an emulated link, and compute is held to a fixed duration, so that this machine "
-    "shows what a GPU would."
+    "Copies of weights and all-to-alls share an emulated PCIe link. Compute is held to a fixed duration, as if a GPU did it."
 )
 _ARMS: Mapping[str, str] = {
     RESIDENT: "keeps all weights on the device.",
@@ -35,13 +35,13 @@ _ARMS: Mapping[str, str] = {
 }
 # By regime: its title, and what to compare.
 _TITLES: Mapping[str, str] = {
-    "contention": "A link that is nearly full",
-    "compute-rich": "A link with time to spare",
+    "contention": "A PCIe link that is nearly full",
+    "compute-rich": "A PCIe link with time to spare",
 }
 _MEANS: Mapping[str, str] = {
-    "contention": "All weights and all-to-alls would keep the link busy for {load:.0%} of a resident step, and a copy at the "
-    "wrong time delays an all-to-all. Compare the step times.",
-    "compute-rich": "All weights and all-to-alls would keep the link busy for {load:.0%} of a resident step, so compute "
+    "contention": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, and a copy at "
+    "the wrong time delays an all-to-all. Compare the step times.",
+    "compute-rich": "All weights and all-to-alls would keep the link busy for {load:.0f} % of a resident step, so compute "
     "hides the copies. Compare the weights on the device; the step times hardly differ.",
 }
 
@@ -52,14 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
     dump = None if arguments.dump is None else check_folder(arguments.dump)
     results: dict[str, BenchRecord] = {}
+    busy: dict[str, str] = {}
     for name, regime in DEMO.items():
         sized = replace(regime, size=replace(regime.size, **given))
         folder = None if dump is None else str(dump / name)
         job = job_of(sized, arguments.steps, lowering=arguments.lowering, dump=folder, lines=True)
+        shared = why_shared(job.ranks)
         ranks = run_job(job)
         results[name] = result = summarise(job, ranks)
-        say(arguments, f"{_TITLES[name]}\n\n{_figures(result)}\n\n{_filled(_conditions(job, result))}\n")
-    say(arguments, _meaning(results))
+        busy[name] = why_busy(result) or shared
+        figures = _figures(result, bool(busy[name]))
+        say(arguments, f"{_TITLES[name]} ({name})\n\n{figures}\n\n{_filled(_conditions(job, result))}\n")
+    say(arguments, _meaning(results, busy))
     if dump is None:
         say(arguments, f"\nNo file is kept. To keep the programs and a picture:\n  {called('demo', '--dump', 'demo')}")
     else:
@@ -82,11 +86,11 @@ def _say_kept(
     say(arguments, f"program: {program}/04_verified.py\nto explain it: {called('explain', str(program))}")
 
 
-def _figures(result: BenchRecord) -> str:
+def _figures(result: BenchRecord, busy: bool) -> str:
     """The figures of a regime, one column per arm.  Without ratios if the machine was busy."""
     arms = result.record.arms
     rows = [["step", *(seconds(arm.step_s) for arm in arms.values())]]
-    if not why_busy(result):
+    if not busy:
         rows.append(["  relative to resident", *(f"{result.ratio(name, RESIDENT):.2f}" for name in arms)])
         middles = ("{:.2f} to {:.2f}".format(*result.middle(name, RESIDENT)) for name in arms if name != RESIDENT)
         rows.append(["  its middle half", "", *middles])
@@ -94,7 +98,7 @@ def _figures(result: BenchRecord) -> str:
         ["waiting for weights", *(seconds(arm.exposed_h2d_s) for arm in arms.values())],
         ["in all-to-alls", *(seconds(arm.collective_s) for arm in arms.values())],
         ["weights on the device", *(size(arm.weights_device_bytes) for arm in arms.values())],
-        ["  share of all weights", *(f"{_share(arm):.0%}" for arm in arms.values())],
+        ["  share of all weights", *(f"{100 * _share(arm):.0f} %" for arm in arms.values())],
         ["copied per step", *(size(arm.moved_bytes_per_step) for arm in arms.values())],
         [
             "outputs",
@@ -119,8 +123,11 @@ def _conditions(job: Job, result: BenchRecord) -> str:
     )
 
 
-def _meaning(results: Mapping[str, BenchRecord]) -> str:
-    """The explanation below the figures of all regimes, and each result in one sentence."""
+def _meaning(results: Mapping[str, BenchRecord], busy: Mapping[str, str]) -> str:
+    """The explanation below the figures of all regimes, and each result in one sentence.
+
+    ``busy``: by regime, a clause that says how other work disturbed it, or an empty one.
+    """
     width = max(map(len, _ARMS)) + 3
     arms = [f"{f'  {name}':{width}} {meaning}" for name, meaning in _ARMS.items()]
     said = [_filled(_SUBJECT), *arms]
@@ -133,32 +140,24 @@ def _meaning(results: Mapping[str, BenchRecord]) -> str:
     ]
     for name, result in results.items():
         load = DEMO[name].load
-        said += ["", _filled(f"{_TITLES[name]}. {_MEANS[name].format(load=load)} {_finding(result)}")]
-    if busy := _busy(results):
-        said += ["", busy]
+        said += [
+            "",
+            _filled(f"{_TITLES[name]}. {_MEANS[name].format(load=100 * load)} {_finding(result, bool(busy[name]))}"),
+        ]
+    if told := "; ".join(f"{name}: {why}" for name, why in busy.items() if why):
+        again = "Run the demo again when nothing else uses the processors."
+        said += ["", _filled(f"The machine was busy with other work, so ratios are not shown ({told}). {again}")]
     return "\n".join(said)
 
 
-def _finding(result: BenchRecord) -> str:
+def _finding(result: BenchRecord, busy: bool) -> str:
     """The result of a regime, in one sentence, with a ratio only if the machine was quiet."""
-    held = f"{_share(result.record.arms['chunkflow']):.0%} of the weights on the device"
-    if why_busy(result):
-        return f"chunkflow kept {held}."
+    held = f"{100 * _share(result.record.arms['chunkflow']):.0f} % of the weights on the device"
+    if busy:
+        return f"ChunkFlow kept {held}."
     return (
         f"A step of chunkflow took {result.ratio('chunkflow', RESIDENT):.2f} times as long as a resident one, with {held}; a "
         f"step of layerwise took {result.ratio('layerwise', RESIDENT):.2f} times as long."
-    )
-
-
-def _busy(results: Mapping[str, BenchRecord]) -> str:
-    """A sentence that explains why ratios are missing; empty if none are."""
-    signs = {name: why for name, result in results.items() if (why := why_busy(result))}
-    if not signs:
-        return ""
-    told = "; ".join(f"{_TITLES[name].lower()}: {why}" for name, why in signs.items())
-    return _filled(
-        f"The machine was busy with other work, so ratios are not shown ({told}). Run the demo again when nothing else uses "
-        "the processors."
     )
 
 

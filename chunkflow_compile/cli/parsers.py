@@ -265,7 +265,8 @@ Two gloo ranks run denoising steps of a small Wan-style transformer from diffuse
 weights, Ulysses degree 2) over an emulated link, in three arms: all weights resident;
 layerwise, which fetches the whole next block while a block computes; and chunkflow.  First
 the link is nearly full, which shows speed.  Then it has time to spare, which shows memory.
-Exits with 1 if the outputs are not equal bit for bit.""",
+On a machine that is busy with other work it prints no ratios.  Exits with 1 if the outputs are
+not equal bit for bit.""",
         "example: chunkflow demo --json demo.json",
     ),
     "bench": Command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 # Share by which the same work may differ.  On two idle cores it differs by four hundredths at most; more is a sign of other
 # processes that use them.
 SPREAD = 0.10
+# Share of their time in which threads have a processor on an idle machine, at least.  Below it, they share it with others.
+_OWN = 0.90
 
 
 class Stopwatch:
@@ -48,3 +51,30 @@ def why_uneven(what: str, seconds: Sequence[float]) -> str:
     if not seconds or max(seconds) <= (1 + SPREAD) * min(seconds):
         return ""
     return f"{what} took from {min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"
+
+
+def why_shared(threads: int, seconds: float = 0.3) -> str:
+    """A clause that says that other work takes processors away from so many ``threads``; empty if it does not.
+
+    Lets them compute for so many ``seconds``, and compares the time for which each had a processor.
+    """
+    share = min(_owned_shares(threads, seconds))
+    return f"a thread had a processor for {100 * share:.0f} % of the time" if share < _OWN else ""
+
+
+def _owned_shares(threads: int, seconds: float) -> list[float]:
+    """The share of the time in which each of some threads that compute has a processor."""
+    shares = list[float]()
+
+    def compute() -> None:
+        matrix, begun, own = torch.ones(64, 64), time.perf_counter(), time.thread_time()
+        while time.perf_counter() - begun < seconds:
+            torch.mm(matrix, matrix)
+        shares.append((time.thread_time() - own) / (time.perf_counter() - begun))
+
+    running = [threading.Thread(target=compute) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return shares

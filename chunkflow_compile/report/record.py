@@ -29,9 +29,6 @@ _GAP = 2  # characters between two columns
 _PADDING = 2  # that tabulate adds to a header
 # Share of a step from which a prediction is wrong; less is within the variation of steps.
 _FAR = 0.10
-# Characters of the longest bar, and what fills its last one by eighths.
-_BAR = 24
-_EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,30 +236,6 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], p
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append({c: cell for c, cell in row.items() if not (alone and c.startswith("collectives"))})
     return fitted([[*row.values()] for row in rows], [*rows[0]])
-
-
-def bars(record: ComparisonRecord) -> str:
-    """The step time and the weights on the device of each arm, as bars of block characters beside each other."""
-    arms = record.arms
-    most_s = max((a.step_s or 0.0 for a in arms.values()), default=0.0) or 1.0
-    most_bytes = max((a.weights_device_bytes or 0 for a in arms.values()), default=0) or 1
-    rows = [
-        (
-            name,
-            _bar((arm.step_s or 0.0) / most_s),
-            seconds(arm.step_s),
-            _bar((arm.weights_device_bytes or 0) / most_bytes),
-            size(arm.weights_device_bytes),
-        )
-        for name, arm in arms.items()
-    ]
-    headers = ("", "step time", "", "weights on device", "")
-    return tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
-
-
-def _bar(share: float) -> str:
-    full, rest = divmod(round(8 * _BAR * share), 8)
-    return f"{'█' * full}{_EIGHTHS[rest]}"
 
 
 def seconds(value: float | None) -> str:

@@ -101,10 +101,8 @@ class DigitsPipeline(DiffusionPipeline):
         )
         tokens = pack(noise).to(device)
         classes = torch.tensor([*digits, *[NO_DIGIT] * len(digits)], device=device)
-        # The scheduler's own times, of which the first is pure noise.
-        self.scheduler.set_timesteps(
-            sigmas=[1 - i / num_inference_steps for i in range(num_inference_steps)], device=device
-        )
+        sigmas = [1 - i / num_inference_steps for i in range(num_inference_steps)]  # the scheduler adds the end, 0
+        self.scheduler.set_timesteps(sigmas=sigmas, device=device)
         for time in self.progress_bar(self.scheduler.timesteps):
             both = torch.cat([tokens, tokens]).to(dtype)
             times = (time / self.scheduler.config.num_train_timesteps).expand(len(both))

@@ -185,8 +185,8 @@ def report(drawings: Sequence[Drawing], out: Path) -> str:
     share = (mine.weights or 0) / (first.weights or 1)
     meaning = (
         "The same pipeline drew the same digits from the same noise each time. The baseline holds all weights on the device. "
-        f"ChunkFlow was given memory={BUDGET!r}: it kept {share:.0%} of the weights on the device, and copied the others "
-        "from host memory in each step. "
+        f"ChunkFlow was given memory={BUDGET!r}: it kept {100 * share:.0f} % of the weights on the device, and copied the "
+        "others from host memory in each step. "
     )
     if on_gpu:
         meaning += (

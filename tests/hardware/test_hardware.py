@@ -362,6 +362,15 @@ def test_equal_work_takes_equally_long_on_a_quiet_machine(monkeypatch: pytest.Mo
     assert stopwatch.why_uneven("they", [1.0, 1.05]) == "" != stopwatch.why_uneven("they", [1.0, 1.2])
 
 
+def test_threads_that_compute_tell_whether_they_share_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = stopwatch._owned_shares(threads=2, seconds=0.01)
+    assert len(shares) == 2 and all(0 < share < 1.2 for share in shares)
+    monkeypatch.setattr(stopwatch, "_owned_shares", lambda threads, seconds: [1.0, 0.95])
+    assert stopwatch.why_shared(2) == ""
+    monkeypatch.setattr(stopwatch, "_owned_shares", lambda threads, seconds: [1.0, 0.51])
+    assert stopwatch.why_shared(2) == "a thread had a processor for 51 % of the time"
+
+
 def test_the_largest_file_of_a_folder_is_read(tmp_path: Path) -> None:
     small, empty = tmp_path / "small", tmp_path / "empty"
     small.write_bytes(b"x" * 100)

@@ -76,7 +76,7 @@ def test_the_report_fits_80_columns_and_explains_after_the_figures(draw: ModuleT
     assert len(table.splitlines()) == (5 if gpu else 4) and meaning.startswith("The picture is digits.png")
     assert "511.5 KiB" in table or gpu
     assert ("123.0 ms" in table and "1023.0 MiB" in table) == gpu
-    assert table.count("identical") == (2 if gpu else 1) and "kept 50% of the weights" in " ".join(meaning.split())
+    assert table.count("identical") == (2 if gpu else 1) and "kept 50 % of the weights" in " ".join(meaning.split())
 
 
 def test_it_fails_if_an_image_differs_or_no_weight_moves(
@@ -157,6 +157,11 @@ def test_what_is_committed_is_small_and_whole() -> None:
     assert sum(path.stat().st_size for path in MODEL.rglob("*") if path.is_file()) <= 3_000_000
     steps = [int(line.split(",")[0]) for line in (FOLDER / "loss.csv").read_text().splitlines()[1:]]
     assert steps[-1] == 4000 and (FOLDER / "loss.png").exists() and (HERE.parent / "docs" / "digits.png").exists()
+
+
+def test_the_pipeline_returns_pictures_in_grayscale(draw: ModuleType) -> None:
+    (seven,) = draw.load(MODEL)([7], num_inference_steps=1).images
+    assert (seven.mode, seven.size) == ("L", (8, 8))
 
 
 @pytest.mark.parametrize("digits", [[], [10], [-1], ["1"]])
