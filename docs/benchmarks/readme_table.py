@@ -65,7 +65,7 @@ def table(rows: Sequence[Row]) -> str:
     for name in GPUS:
         lines += [_planned(row) for row in rows if row.gpu == name]
         lines += [_measured(*measured())] if name == MEASURED_ON else []
-    head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW} in its memory", MODEL, "")
+    head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW}, same memory", MODEL, "")
     return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
 
 
@@ -192,7 +192,7 @@ def headline(rows: Sequence[Row]) -> str:
         f"**{seconds(row.step_s(CHUNKFLOW))} per step with `memory={_size(row.on.budget * GIB)}`**; group offload in "
         f"diffusers takes {group}, and model offload "
         f"{needed(row.ways[MODEL].nbytes)}. Measured on one H100: {mine[0]} and {mine[1]} per forward, versus {alone[0]} and "
-        f"{alone[1]} with `torch.compile` alone."
+        f"{alone[1]} with `torch.compile` alone, which holds all weights on the GPU."
     )
 
 
@@ -204,10 +204,12 @@ def short_of_ram(rows: Sequence[Row]) -> str:
     return filled(
         f"**With 32 GB of RAM** the {gib(row.host)} of {MODELS[row.workload.model]} do not fit next to the operating system. "
         f"`{call}, pack=True)` packs the bfloat16 weights without loss into {gib(row.host_packed)}, planned at "
-        f"{times[PACKED]} per step on the {row.gpu}, compared with {times[CHUNKFLOW]} if all weights fit. `{call}, "
-        f"host_memory={_size(HOST_OF_32_GB)})` leaves the remaining weights on an SSD, from which every step reads the ones "
-        f"that stream, planned at {times[ON_SSD]} per step with an SSD that reads {SSD / 1e9:g} GB/s. Both can be combined. "
-        "[More about host memory](docs/host_memory.md)."
+        f"{times[PACKED]} per step on the {row.gpu}, compared with {times[CHUNKFLOW]} if all weights fit: the GPU unpacks "
+        f"the weights that it streams. `{call}, host_memory={_size(HOST_OF_32_GB)})` leaves the other weights on an SSD and "
+        "reads them from there when they are copied to the GPU, those that stay on the GPU once; it is planned at "
+        f"{times[ON_SSD]} per step with an SSD that reads {SSD / 1e9:g} GB/s. `from_pretrained` only maps files of the same "
+        "dtype, so loading needs no more memory. Both arguments can be combined. [More about host "
+        "memory](docs/host_memory.md)."
     )
 
 
