@@ -32,7 +32,7 @@ OUTER = {
     "examples/README.md": "examples.md",
 }
 REFERENCE = "reference.md"
-_CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(^ *```.*?^ *```|`(?:[^`\n]|\n(?!\n))+`)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"""(\]\(|\b(?:src|href|srcset)=")([^)\s"]+)(?=[)\s"])""")
 _ITEM = re.compile(r"( *)([*+-]|\d+\.)( +)")
 _ROLE = re.compile(r":[a-z]+:`~?([\w.]+)`")

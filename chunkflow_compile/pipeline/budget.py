@@ -180,8 +180,9 @@ class Budget:
             try:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
-                if peak is not None and peak > phase.warned:
-                    phase.warned = peak
+                taken = phase.arena.held + others if peak is None else peak  # on a CPU, only weights are counted
+                if taken > phase.warned:
+                    phase.warned = taken
                     _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
         # outside of the handler: the error's traceback would keep the activations
