@@ -135,7 +135,7 @@ def test_bad_files_end_it_with_one_sentence_without_the_network(
         for content in contents:
             said = damaged(name, content)
             assert f"cannot load the model in {tmp_path}/model: " in said and "examples/digits/train.py" in said, said
-            assert len(said) < 500
+            assert len(said.replace(str(tmp_path), "")) < 500
     assert "/nowhere: it has no model_index.json" in ends(draw, monkeypatch, "--model", "/nowhere", "--out", "d.png")
     assert "cannot be written to /nowhere/d.png" in ends(draw, monkeypatch, "--out", "/nowhere/d.png")
 
