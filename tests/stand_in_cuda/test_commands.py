@@ -149,7 +149,7 @@ def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> 
     assert "no time was left for wan, flux" in done.stdout, done.stdout
     write(tmp_path / "gpu.md")
     text = (tmp_path / "gpu.md").read_text()
-    assert "Cut off after 1 measured turns" in text and "* chunkflow: a step takes 250.0 ms" in text
+    assert "Cut off after 1 measured turns" in text and "* chunkflow: 250.0 ms per step" in text
 
 
 @pytest.mark.parametrize(
