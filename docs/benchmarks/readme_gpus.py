@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import BENCHMARKS, CHUNK_BYTES, CHUNKFLOW, GROUP, GROUP_BYTES, MODELS, PLAIN
+from methods import BENCHMARKS, CHUNK_BYTES, CHUNKFLOW, GROUP, GROUP_BYTES, MODELS, PLAIN, Way
 from torch import nn
 from tqdm import tqdm
 
@@ -88,20 +88,13 @@ CURVE = (4, 8, 12, 16, 20, 30, 40, 60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """Seconds of one forward, and bytes of GPU memory: the budget of ChunkFlow, or else the peak of all components."""
-
-    forward_s: float
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     """A pipeline on ``gpu``, a key of :data:`GPUS`.
 
-    ``least``: the smallest budget in which all components run, in bytes.  ``ways``: by name; ChunkFlow only if its budget is
-    at least that.  ``curve``: bytes of a budget, and seconds of a forward within it.  ``host``: bytes of host memory for the
-    weights of all components, and with ``pack=True``.
+    ``least``: the smallest budget in which all components run, in bytes.  ``ways``: by name; the bytes are the budget of
+    ChunkFlow, which is there only if it is at least that, or else the peak of all components.  ``curve``: bytes of a budget,
+    and seconds of a forward within it.  ``host``: bytes of host memory for the weights of all components, and with
+    ``pack=True``.
     """
 
     workload: Workload
