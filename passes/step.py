@@ -110,6 +110,12 @@ def order_of(problem: Problem, plan: Plan) -> Step:
     return Order(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
+def joined(step: Step) -> Step:
+    """The step with a join at its end."""
+    free = 1 + max((op.event for op in step if isinstance(op, Record | Wait)), default=-1)
+    return *step, *_join({lane: free + i for i, lane in enumerate(_used(step))})
+
+
 class _Streamed(NamedTuple):
     """A weight that may be streamed.  ``position``: in the order of names.  ``kept``: the place of its resident chunks.
     ``first``, ``last``: the regions that read it first and last."""
@@ -184,6 +190,7 @@ class Order:
         issued = self._issued(placed, windows) if names else {}
         held = {i: list(self._held(names.get(c.name, ()), c.before, issued)) for i, c in enumerate(self._collectives)}
         marked = {arrival.place for arrivals in (*read.values(), *held.values()) for arrival in arrivals}
+        used = _used(copy for copies in placed.opened.values() for _, copy in copies) if joins else []
         events = _Events()
         ops: list[Op] = []
         for k in range(self._count + 1):
@@ -192,7 +199,7 @@ class Order:
                 ops.append(Start(i))
             ops += finishes[k]
             if k in joins:
-                ops += _join(k, placed, events)
+                ops += _join({lane: events[lane, k] for lane in used})
             if k in placed.opened:
                 _open(ops, placed.opened[k], marked, events)
             if k < self._count:
@@ -257,6 +264,12 @@ def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
             yield -1, place
 
 
+def _used(ops: Iterable[Op]) -> list[Moves]:
+    """The lanes of the copies among ops."""
+    used = {op.stream for op in ops if isinstance(op, Copy)}
+    return [lane for lane in MOVES if lane in used]
+
+
 def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
     """Open a window: each lane waits for its opening before its first copy.  ``marked``: the copies that are awaited."""
     opening, waiting = events[copies[0][1].window], set[Moves]()
@@ -270,12 +283,10 @@ def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collecti
             ops.append(Record(copy.stream, events[place]))
 
 
-def _join(region: int, placed: _Placed, events: _Events) -> Iterator[Op]:
-    """Let compute wait for all copies issued so far."""
-    used = {copy.stream for copies in placed.opened.values() for _, copy in copies}
-    lanes = [(lane, events[lane, region]) for lane in MOVES if lane in used]
-    yield from (Record(lane, event) for lane, event in lanes)
-    yield from (Wait("compute", event) for _, event in lanes)
+def _join(lanes: Mapping[Moves, int]) -> Iterator[Op]:
+    """Let compute wait for all copies issued so far.  ``lanes``: those that are used, with an event for each."""
+    yield from (Record(lane, event) for lane, event in lanes.items())
+    yield from (Wait("compute", event) for event in lanes.values())
 
 
 class _Events(dict[object, int]):

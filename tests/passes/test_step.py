@@ -27,7 +27,6 @@ from chunkflow_compile.passes.placement.schedule import (
     ScheduleItem,
     Wait,
     schedule,
-    transfers,
     transfers_of,
 )
 from chunkflow_compile.passes.placement.search import barriers
@@ -68,7 +67,7 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
     kind = draw(st.sampled_from(["", "newest", "next block"]))
     chosen: tuple[Barrier, ...] = ()
     if kind == "newest":
-        chosen = barriers(found, transfers(found, windows), lanes)
+        chosen = barriers(found, Order(found).step(windows), lanes)
     elif kind:  # those of one lane, because the marks of barriers whose weights alternate are others
         chosen = next_block_barriers(found, [w for w in moved if not w.peers])
     joins = draw(st.sampled_from([(), (), (count,), (1, count)]))
