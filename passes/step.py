@@ -116,6 +116,22 @@ def joined(step: Step) -> Step:
     return *step, *_join({lane: free + i for i, lane in enumerate(_used(step))})
 
 
+def transfers(step: Step) -> tuple[Mapping[Op, Sequence[Op]], Mapping[Op, Sequence[Evict]]]:
+    """The transfer ops of a step without joins, with their events: those before each region and each start of a collective,
+    and those after each region."""
+    before, after = dict[Op, list[Op]](), dict[Op, list[Evict]]()
+    waiting = list[Op]()
+    for op in step:
+        if isinstance(op, Run | Start):
+            before[op], waiting = waiting, []
+            evicts = after[op] = []
+        elif isinstance(op, Evict):
+            evicts.append(op)
+        elif not isinstance(op, Finish):
+            waiting.append(op)
+    return before, after
+
+
 class _Streamed(NamedTuple):
     """A weight that may be streamed.  ``position``: in the order of names.  ``kept``: the place of its resident chunks.
     ``first``, ``last``: the regions that read it first and last."""

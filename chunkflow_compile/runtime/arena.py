@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT
-from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
@@ -58,15 +57,15 @@ class SlotState:
     """What lies in the memory for one placement of weights.  Programs with the same placement share it, and the programs
     of a cycle.
 
-    ``arrived``: an event for each mark of the copies.
+    ``events``: by their numbers in the step: the openings of windows and the arrivals of copies.
     ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
     calls of the pass that runs are measured, ``asked`` for by :meth:`Device.measure`.  ``turns``: the calls so far.
     ``ended``: the number of the newest measured one, and the time of its end.  ``versions``: of the values there of each
     weight, where it has some when a call begins.
     """
 
-    def __init__(self, device: Device, marks: int) -> None:
-        self.arrived = [device.event() for _ in range(marks)]
+    def __init__(self, device: Device, events: int) -> None:
+        self.events = [device.event() for _ in range(events)]
         self.next: int | None = None
         self.marked = True
         self.asked = False
@@ -84,7 +83,6 @@ class Binding:
     weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
     ``state``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
-    ``marks``: the marks of the copies, if they were computed already.
     """
 
     arena: Arena
@@ -92,7 +90,6 @@ class Binding:
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, Source]
     state: SlotState | None = None
-    marks: Arrivals | None = None
 
 
 class Arena:
@@ -150,7 +147,6 @@ class Arena:
         owner: Bound,
         cycle: Cycle,
         buffers: Mapping[str, HostBuffer],
-        marks: Arrivals,
         *,
         pin_bytes: int | None,
         advice: Callable[[], str],
@@ -176,11 +172,11 @@ class Arena:
         hosts = {name: buffers[name].source for name in slots}
         weights = tuple((name, id(buffers[name])) for name in slots)
         # cycles with the same placement of the same weights share what lies in the memory
-        placement = plan.placement, cycle.problem.structure, cycle.starts, marks.order, weights
+        placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = SlotState(self.streams, len(marks.marked))
-        return Binding(self, values, slots, hosts, state, marks)
+            state = self._states[placement] = SlotState(self.streams, cycle.event_count)
+        return Binding(self, values, slots, hosts, state)
 
     def keep(
         self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.placement import schedule
-from chunkflow_compile.passes.placement.schedule import ScheduleItem
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
-from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.program.rewrite import Program, program_items
-from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Run, Start, Wait, joined
+from chunkflow_compile.passes.program.rewrite import Program, ops_of
+from chunkflow_compile.passes.step import joined
 from chunkflow_compile.report.record import ArmRecord
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
     """Simulate a program node by node, independently of what its plan predicts."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
-    step = tuple(op for _, item in program_items(program) for op in _op(item, program.plan))
+    step = ops_of(program)
     return simulator.play(joined(step) if program.plan.joins else step)
-
-
-def _op(item: ScheduleItem | None, plan: Plan) -> Iterator[Op]:
-    if isinstance(item, Prefetch):
-        yield Copy(plan.lane(item.weight), *astuple(item))
-    elif isinstance(item, schedule.Wait):
-        yield Wait("compute", 0, (item.weight,))
-    elif isinstance(item, schedule.Evict):
-        yield Evict(item.weight)
-    elif isinstance(item, schedule.Compute):
-        yield Run(item.region)
-    elif isinstance(item, schedule.Collect):
-        yield Start(item.collective)
-    elif isinstance(item, schedule.Await):
-        yield Finish(item.collective)
 
 
 @dataclass(frozen=True, kw_only=True)
