@@ -1,4 +1,4 @@
-"""The digests of the plans of all presets, in ``plan_digests.json``: no change of the passes' code may change one unseen.
+"""The digests of the plans of presets, in ``plan_digests.json``: no change of the passes' code may change one unseen.
 
 PYTHONPATH=.:tests python tests/plan_digests.py             # writes all, after a change that is meant to alter plans
 PYTHONPATH=.:tests python tests/plan_digests.py flux.1-dev  # some
