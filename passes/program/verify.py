@@ -49,8 +49,9 @@ from .rewrite import Program
 CHECKED_STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
-# the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls.
-VERSION = 7
+# the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
+# program names.
+VERSION = 8
 
 
 @dataclass(frozen=True, kw_only=True)
