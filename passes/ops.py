@@ -56,10 +56,10 @@ class Prefetch:
     then: int | None = None
 
 
-Transfer = Prefetch | Wait | Evict
+TransferOp = Prefetch | Wait | Evict
 
 
-def folded(ops: Iterable[Op]) -> Iterator[Transfer]:
+def folded(ops: Iterable[Op]) -> Iterator[TransferOp]:
     """Transfer ops as nodes.  ``ops``: those next to a region or a collective, see :func:`step.transfers`."""
     opened: dict[str, int] = {}  # lane -> the opening for which it waits
     prefetch: Prefetch | None = None
@@ -93,7 +93,7 @@ def write(graph: Graph, ops: Iterable[Op]) -> None:
             graph.call_function(EVICT, (op.weight,))
 
 
-def transfer_of(node: Node) -> Transfer | None:
+def transfer_of(node: Node) -> TransferOp | None:
     """What a node moves, waits for or evicts; None if it is no transfer op."""
     if node.target is WAIT:
         event, weights = node.args
@@ -112,7 +112,7 @@ def prefetch_of(node: Node) -> Prefetch | None:
     return Prefetch(Copy(lane, weight, first, end, window, next_step), **node.kwargs)  # type: ignore[arg-type]
 
 
-def unfolded(transfer: Transfer, opened: set[int]) -> Step:
+def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
     """The ops of a node.  ``opened``: the openings that are recorded by the nodes before it, to which this adds its own."""
     if not isinstance(transfer, Prefetch):
         return (transfer,)

@@ -116,9 +116,13 @@ def joined(step: Step) -> Step:
     return *step, *_join({lane: free + i for i, lane in enumerate(_used(step))})
 
 
-def transfers(step: Step) -> tuple[Mapping[Op, Sequence[Op]], Mapping[Op, Sequence[Evict]]]:
-    """The transfer ops of a step without joins, with their events: those before each region and each start of a collective,
-    and those after each region."""
+# The transfer ops of a step with their events: those before each region and each start of a collective, and those after each
+# region.
+Transfers = tuple[Mapping[Op, Sequence[Op]], Mapping[Op, Sequence[Evict]]]
+
+
+def transfers(step: Step) -> Transfers:
+    """The transfer ops of a step without joins, by what they are next to."""
     before, after = dict[Op, list[Op]](), dict[Op, list[Evict]]()
     waiting = list[Op]()
     for op in step:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkflow_compile.passes.cost.count import node_flops
 from chunkflow_compile.passes.graph.sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.ops import Prefetch, Transfer
+from chunkflow_compile.passes.ops import Prefetch, TransferOp
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Lane, Plan, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
@@ -113,7 +113,7 @@ class Annotator(FlopNotes):
         span = self.spans.get((lane, name))
         return uncontended_s if span is None else span.end - span.start
 
-    def _transfer(self, item: Transfer, barrier: bool) -> Note | None:
+    def _transfer(self, item: TransferOp, barrier: bool) -> Note | None:
         if isinstance(item, Wait):
             return self._wait(item, barrier)
         weight = self.weights.get(item.weight if isinstance(item, Evict) else item.copy.weight)

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.graph.discover import input_key
 from chunkflow_compile.passes.graph.listing import node_text, target_name, transfer_text
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
-from chunkflow_compile.passes.ops import Prefetch, Transfer, folded, transfer_of
+from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_of
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued
 from chunkflow_compile.passes.step import Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
@@ -40,7 +40,7 @@ class Line:
     like: str = ""
     defines: str = ""
     uses: tuple[str, ...] = ()
-    item: Transfer | Run | Start | Finish | None = None
+    item: TransferOp | Run | Start | Finish | None = None
     node: Node | None = None
     weight: str = ""
     barrier: bool = False
@@ -162,7 +162,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
             yield _node_line(node, part, item)
 
 
-def _items(program: Program) -> Iterator[tuple[Node, Transfer | Run | Start | Finish | None, bool]]:
+def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Run | Start | Finish | None, bool]]:
     """Every node of a program with what it does, and whether it waits before a collective."""
     found = [(node, transfer_of(node) or _placed(ops)) for node, ops in issued(program)]
     barriers, barrier = set[Node](), False
@@ -206,6 +206,6 @@ def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...
     return tuple(operands)
 
 
-def _transfer(op: Transfer, part: str, barrier: bool = False) -> Line:
+def _transfer(op: TransferOp, part: str, barrier: bool = False) -> Line:
     name = "prefetch" if isinstance(op, Prefetch) else "wait" if isinstance(op, Wait) else "evict"
     return Line(text=transfer_text(op), op=name, part=part, item=op, barrier=barrier)

@@ -301,7 +301,8 @@ def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
         if fetch.then is not None:
             parts.append(begun.pop(fetch.moves))
     parts += begun.values()
-    opening = next((on.state.events[f.after] for f in fetches if f.opens and f.after is not None), None)
+    first = fetches[0]
+    opening = on.state.events[first.after] if first.opens and first.after is not None else None
     moved = [copy for part in parts for copy in part.copies]
     nbytes = sum(target.numel() for target, _, _ in moved)
     pulled = sum(source.from_others for _, source, _ in moved if isinstance(source, Pieces))

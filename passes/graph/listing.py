@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.kernel_calls import operands_of
-from chunkflow_compile.passes.ops import Prefetch, Transfer, transfer_of
+from chunkflow_compile.passes.ops import Prefetch, TransferOp, transfer_of
 from chunkflow_compile.passes.step import Evict
 
 
@@ -41,7 +41,7 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     return f"{named} = {target_name(node)}({', '.join(operands)})"
 
 
-def transfer_text(op: Transfer) -> str:
+def transfer_text(op: TransferOp) -> str:
     """A transfer op as one line."""
     if isinstance(op, Evict):
         return f"evict({op.weight!r})"

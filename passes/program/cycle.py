@@ -20,10 +20,10 @@ from itertools import accumulate
 from torch.fx import Node
 
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.ops import Prefetch, Transfer, prefetch_of, transfer_of
+from chunkflow_compile.passes.ops import Prefetch, TransferOp, prefetch_of, transfer_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
-from chunkflow_compile.passes.step import Copy, Step, Wait, order
+from chunkflow_compile.passes.step import Copy, Step, Transfers, Wait, order, transfers
 
 from .rewrite import CyclePlace, Program, rewrite
 
@@ -87,14 +87,19 @@ class Cycle:
         return order(self.problem, self.plan)
 
     @cached_property
+    def transfers(self) -> Transfers:
+        """The transfer ops of this step, by what they are next to."""
+        return transfers(self.step)
+
+    @cached_property
     def prefetches(self) -> tuple[tuple[int, Prefetch], ...]:
         """The prefetches of all calls, in the order of issue, each with its call."""
-        return tuple((number, op) for number, op in self._transfers if isinstance(op, Prefetch))
+        return tuple((number, op) for number, op in self._nodes if isinstance(op, Prefetch))
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
         """What compute awaits in all calls, in its order."""
-        return tuple(op for _, op in self._transfers if isinstance(op, Wait))
+        return tuple(op for _, op in self._nodes if isinstance(op, Wait))
 
     @property
     def signals(self) -> object:
@@ -128,7 +133,7 @@ class Cycle:
         return found
 
     @cached_property
-    def _transfers(self) -> tuple[tuple[int, Transfer], ...]:
+    def _nodes(self) -> tuple[tuple[int, TransferOp], ...]:
         nodes = (
             (number, transfer_of(node)) for number, call in enumerate(self.calls) for node in call.module.graph.nodes
         )
@@ -200,7 +205,7 @@ def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> P
     index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
     names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
     collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}
-    place = CyclePlace(call.problem(), call.names, cycle.step, cycle.starts[number], collectives)
+    place = CyclePlace(call.problem(), call.names, cycle.transfers, cycle.starts[number], collectives)
     return rewrite(call.cut, cycle.plan, share=share, place=place)
 
 

@@ -16,7 +16,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import flow_line
 from chunkflow_compile.passes.kernel_calls import kernel_name, written_by
-from chunkflow_compile.passes.ops import Prefetch, transfer_of
+from chunkflow_compile.passes.ops import Prefetch, prefetch_of, transfer_of
 from chunkflow_compile.passes.step import Wait
 
 from .memory import Memory
@@ -46,6 +46,7 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move.
 
     No region writes one: its slot is filled from host memory only, and the next copy would undo the write.
+    Each is copied in the lane that the plan has for it.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -53,6 +54,8 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
         for weight in _moved(node):
             if weight not in moved:
                 yield f"{weight}: {node.name} moves it, but it is not streamed"
+        if (op := prefetch_of(node)) is not None and op.copy.stream != program.plan.lane(op.copy.weight):
+            yield f"{op.copy.weight}: {node.name} copies it in lane {op.copy.stream!r}, but the plan has another"
     for node in program.module.graph.nodes:
         if node.op == "placeholder" and node.name in streamed:
             for user in node.users:

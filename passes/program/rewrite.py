@@ -32,7 +32,7 @@ from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import transfer_of, unfolded, write
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Finish, Op, Run, Start, Step, order, transfers
+from chunkflow_compile.passes.step import Finish, Op, Run, Start, Step, Transfers, order, transfers
 
 from .lifetimes import releases
 
@@ -80,13 +80,13 @@ class CyclePlace:
     """The place of a program in a cycle.
 
     ``problem``: that of the cut, with the names of the cycle.  ``names``: name of a weight in the cut -> in the cycle.
-    ``step``: of the whole cycle.  ``start``: the program's first window.  ``collectives``: name of a collective in the cut ->
-    its index in the cycle.
+    ``transfers``: of the whole cycle.  ``start``: the program's first window.  ``collectives``: name of a collective in the
+    cut -> its index in the cycle.
     """
 
     problem: Problem
     names: Mapping[str, str]
-    step: Step
+    transfers: Transfers
     start: int
     collectives: Mapping[str, int]
 
@@ -100,7 +100,7 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | Non
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
         collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
-        place = CyclePlace(cut.problem, names, order(cut.problem, plan), 0, collectives)
+        place = CyclePlace(cut.problem, names, transfers(order(cut.problem, plan)), 0, collectives)
     return _Writer(cut, plan, share, place).write()
 
 
@@ -110,7 +110,7 @@ class _Writer:
         self.plan = plan
         self.share = share
         self.place = place
-        self.before, self.after = transfers(place.step)
+        self.before, self.after = place.transfers
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
         self.root: dict[str, object] = {}

@@ -231,6 +231,11 @@ def move_an_unknown_weight(copied: Program) -> None:
     node.args = (node.args[0], ("nothing",))
 
 
+def copy_in_another_lane(copied: Program) -> None:
+    node = next(n for n in copied.module.graph.nodes if n.target is PREFETCH)
+    node.args = (*node.args[:5], "pull")
+
+
 def complete_after_the_reader(copied: Program) -> None:
     nodes = {n.name: n for n in copied.module.graph.nodes}
     nodes["region_1"].append(nodes["wait_tensor"])
@@ -268,6 +273,7 @@ def take_an_output_of_itself(copied: Program) -> None:
         (ulysses_program, return_another_value, r"^output is return .*, but the traced graph has return"),
         (ulysses_program, swap_lowered_code, r"^lowered_0 holds other code"),
         (ulysses_program, move_an_unknown_weight, r"^nothing: wait\w* moves it, but it is not streamed"),
+        (stack_program, copy_in_another_lane, r"^\S+: prefetch\w* copies it in lane 'pull', but the plan has another"),
         (ulysses_program, complete_after_the_reader, r"^region_1 takes wait_tensor, which comes only after it"),
         (ulysses_program, hand_a_region_a_number, r"^region_1 is .*the value 3"),
         (ulysses_program, swap_operands_of_a_collective, r"^all_to_all_single is .*clone_1.*traced graph has .*clone'"),
