@@ -30,13 +30,14 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, SHARDED
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, GROUP_OFFLOAD, SHARDED
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Region, RegionCost, Weight
 from chunkflow_compile.report.pictures import new_axes, save_figure
+from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded
 
 # A profile, the number of GPUs in the host, and the memory of one GPU in GB, by its data sheet.
@@ -52,6 +53,7 @@ MACHINES = (
 MODELS: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("FLUX.1-dev", "flux.1-dev", {}),
     ("Qwen-Image", "qwen-image", {}),
+    ("Wan2.2 5B", "wan2.2-ti2v-5b", {}),
     ("Wan2.2 A14B, 480p", "wan2.2-t2v-a14b", {"height": 480, "width": 832}),
     ("Wan2.2 A14B, 720p", "wan2.2-t2v-a14b", {}),
     ("HunyuanVideo", "hunyuanvideo", {}),
@@ -76,7 +78,7 @@ SHOWN = {
     SHARDED[0]: ("DLO", "#e0a458"),
     SHARDED[1]: ("HSDP", "#6a4c93"),
 }
-MARKERS = ("o", "s", "v", "^", "D")
+MARKERS = ("o", "s", "P", "v", "^", "D")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def ways(cut: Cut, hardware: Hardware, ranks: int) -> dict[str, Reached | str]:
         "resident": of(planned(problem, policy="resident")),
         "layerwise": of(planned(problem, policy="layerwise")),
     }
+    group = play_group_offload(problem, hardware)
+    found[GROUP_OFFLOAD] = Reached(group.device_bytes, group.timeline.step_s)
     taken = {}
     for way in SHARDED:
         step = play_sharded(way, problem, hardware, ranks)
@@ -344,7 +348,7 @@ These figures are predicted by the functions of `chunkflow simulate`; **no figur
 on each GPU in GB, without activations, and the time of one forward in ms. All GPUs of the host run Ulysses sequence
 parallelism. A denoising step runs as many forwards as the second column shows. For Wan2.2 A14B, the figures are for one of
 its two experts, because one expert runs in a step. `make several-gpus` writes this page and
-[all figures](several_gpus.json), which also cover `layerwise` and the smallest possible plans.
+[all figures](several_gpus.json), which also cover `layerwise`, group offload and the smallest possible plans.
 
 * In the [baseline](../glossary.md#baseline), all weights are [resident](../glossary.md#resident) on every GPU.
 * *ChunkFlow, host* streams weights from host memory, with the GPU memory of DLO.
