@@ -282,8 +282,8 @@ class Admitter:
         return forecast
 
     def _why_not_split(self, shape: Shape) -> str:
-        """Why the ranks cannot share the tokens of a latent; empty if they can.  diffusers asserts it too, but Dynamo does not
-        repeat the text of an assertion."""
+        """Why the ranks cannot share the tokens of a latent; empty if they can.  diffusers asserts it too, but Dynamo
+        does not repeat the text of an assertion."""
         patch = self.unit // self.spatial
         tokens = shape.frames * (shape.height // patch) * (shape.width // patch)
         if tokens % self.ulysses == 0:
