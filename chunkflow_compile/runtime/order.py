@@ -114,11 +114,14 @@ class Solo(Sequence):
         self.times.whole.extend(other.times.whole)
 
     def close(self) -> None:
-        """Wait for its step and copies in flight, free what it holds, and leave the arena.  Cycles move its weights too."""
+        """Wait for its step and copies in flight, free what it holds, and leave the arena.
+
+        Cycles of its weights free what they hold, too, because they move these weights.  Other cycles stay warm.
+        """
         with self.arena.lock():
             if not self.closed:
                 try:
-                    for sequence in (self, *self.order.cycles):
+                    for sequence in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(sequence)
                 finally:  # also after an interrupt: the memory must be released
                     self.closed, self._weights = True, []
@@ -164,10 +167,7 @@ class Order:
         finally:
             arena.running = None
         call.steps += 1
-        counts, cost = call.counts, executor.cost
-        counts.calls += 1
-        counts.moved_bytes += cost.moved + cost.primed
-        counts.cold_starts += cost.primed > 0
+        call.counts.add_call(executor.cost.moved, executor.cost.primed)
         if sequence.replan_after:
             self._replan(sequence)
         return outputs
@@ -193,8 +193,7 @@ class Order:
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
         chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         if chosen or "cycle" in settings.disabled or not buffers:
-            own = set(map(id, buffers.values()))
-            for cycle in [c for c in self.cycles if any(id(buffer) in own for buffer in c.buffers.values())]:
+            for cycle in self.cycles_of(call):
                 self.forget(cycle)
             return None
         regions = [[buffers[name] for name in region.weights if name in buffers] for region in problem.regions]
@@ -208,6 +207,11 @@ class Order:
             self._start_anew(key, settings)  # it was planned again for another goal
         key.settings = settings
         return key
+
+    def cycles_of(self, call: Call) -> list[Sequence]:
+        """The known cycles that move weights of a call."""
+        own = set(map(id, call.buffers.values()))
+        return [cycle for cycle in self.cycles if any(id(buffer) in own for buffer in cycle.buffers.values())]
 
     def forget(self, cycle: Sequence) -> None:
         self._arena.release(cycle)
@@ -278,7 +282,8 @@ class Order:
                 continue
             off = other or number != cycle.position
             cycle.jumps += off
-            call.counts.off_cycle += off
+            if off:
+                call.counts.add_jump()
             self.current = cycle
             return cycle, number
         return None
