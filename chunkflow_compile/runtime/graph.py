@@ -264,7 +264,7 @@ def _started(call: Call, arena: Arena) -> Solo:
         except BaseException:
             program.close()
             raise
-    call.counts.programs += 1
+    call.counts.add_program()
     return program
 
 

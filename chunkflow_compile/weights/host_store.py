@@ -259,7 +259,7 @@ class HostStore:
 
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
-        self.counts.fetched_bytes += nbytes
+        self.counts.add_fetched(nbytes)
         so_far = self.counts.fetched_bytes - self._meant
         if self.warned:
             return
