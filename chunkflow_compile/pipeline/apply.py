@@ -311,7 +311,7 @@ def _compile_phase(
     placement.room = max(0, budget.usable - kept_by(budget.phases))
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
-        placement.store.warned = True  # what is not compiled is meant to run eagerly
+        placement.store.expect_eager_reads()
         # Of a list of frames that each call changes (Wan, Qwen-Image), Dynamo would compile each block for every state.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
@@ -324,7 +324,7 @@ def _compile_phase(
             "stay on the device",
             phase.name,
         )
-        placement.store.warned = True
+        placement.store.expect_eager_reads()
     else:
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}

@@ -194,7 +194,7 @@ class Placement:
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
                 if (buffer := buffer_of(module._buffers[name])) is not None:
-                    buffer.fill = partial(_call_if_alive, fill)
+                    buffer.fill_with(partial(_call_if_alive, fill))
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.

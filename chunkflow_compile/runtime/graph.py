@@ -25,7 +25,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.weights.host_buffer import buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.locks import ProcessLock, aside
+from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
 from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
@@ -92,7 +92,7 @@ class CompiledGraph:
         # by the id of the model's first weight, with its memory: once that is gone, the id may be another's
         self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
         self._lock = ProcessLock()
-        weakref.finalize(self, _drop_all, self._programs).atexit = False
+        when_collected(self, _drop_all, self._programs)
         program = codes.first.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
