@@ -101,8 +101,8 @@ class Placement:
         The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and
         calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        for order in dict.fromkeys(p.order for p in (*self.programs, program)):
-            order.close_outlived()
+        for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
+            arena.close_stale()
         for other in self.programs:
             if not other.closed and other is not program and program.repeats(other):
                 program.adopt(other)

@@ -89,6 +89,10 @@ class CaptureLog:
             f"the device between calls, {self.launches} launches{times}"
         )
 
+    def count_pass(self) -> None:
+        """A pass is issued op by op."""
+        self.passes += 1
+
     def captured(self, nbytes: int, seconds: float) -> None:
         """A graph was recorded."""
         self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 import weakref
 from collections import deque
@@ -84,6 +83,14 @@ class Solo(Sequence):
         return self.call.budget
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        return self.call.reads
+
+    @property
+    def stale(self) -> bool:
+        return self.call.is_stale
+
+    @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest measured steps of its call, in a cycle too, oldest first; waits for those in flight."""
         if not self.closed:
@@ -133,7 +140,7 @@ class Solo(Sequence):
 def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
     """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
     if (arena := ref()) is not None:
-        arena.outdated = True
+        arena.lose_weight()
 
 
 class Order:
@@ -156,32 +163,19 @@ class Order:
         arena, call = self._arena, program.call
         if arena.device.type == "cuda":
             refuse_capture(arena.device)
-        if arena.running is not None:
-            arena.refuse_inside()
-        if arena.outdated:
-            self.close_outlived()
+        arena.refuse_inside()
+        if arena.lost_weight:
+            arena.close_stale()
         sequence, executor = self._next(program)
-        arena.running = os.getpid(), program.title
+        arena.begin_call(program.title)
         try:
-            outputs = executor.run(inputs)
+            outputs = executor.run(inputs, timed=sequence.replan_after > 0)
         finally:
-            arena.running = None
-        call.steps += 1
-        call.counts.add_call(executor.cost.moved, executor.cost.primed)
+            arena.end_call()
+        call.count(executor.cost)
         if sequence.replan_after:
             self._replan(sequence)
         return outputs
-
-    def close_outlived(self) -> None:
-        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
-        self._arena.outdated = False
-        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
-        for program in self.programs:
-            reads = program.call.reads
-            if reads not in outlived:
-                outlived[reads] = program.call.outlived
-            if outlived[reads]:
-                program.close()
 
     @property
     def programs(self) -> list[Solo]:

@@ -37,6 +37,7 @@ from .arena import Arena, Binding
 from .codes import CurrentCode
 from .cuda_graphs import CaptureLog
 from .executor import Executor
+from .instructions import Cost
 from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
 from .wrapped_calls import tuple_getter
 
@@ -107,7 +108,7 @@ class Call:
         return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
-    def outlived(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
         gone = any(buffer.life is None for buffer in self.buffers.values())
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
@@ -124,6 +125,11 @@ class Call:
         if settings.memory is None:
             return self.model, None
         return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+
+    def count(self, cost: Cost) -> None:
+        """It has run, at this cost."""
+        self.steps += 1
+        self.counts.add_call(cost.moved, cost.primed)
 
     def notice(self, again: bool = False) -> None:
         """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
@@ -227,14 +233,6 @@ class Sequence:
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()  # region -> its key
 
     @property
-    def program(self) -> Program | None:
-        return None
-
-    @property
-    def budget(self) -> tuple[int, int | None]:
-        return 0, 0
-
-    @property
     def plan(self) -> Plan:
         return self.cycle.plan
 
@@ -282,7 +280,6 @@ class Sequence:
     def begin(self, call: Call, number: int) -> Executor:
         """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
         executor = self.executor_of(call, number)
-        executor.wanted = self.replan_after > 0
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
@@ -305,7 +302,7 @@ class Sequence:
         if (executor := self._executors[number].get(call)) is None:
             executor = self._executors[number][call] = self._make(call, number)
         if not seen:
-            executor.rewritten |= dict(zip(names, call.versions, strict=True))
+            executor.copy_again(dict(zip(names, call.versions, strict=True)))
             self._seen[number] = call.versions
         return executor
 
@@ -319,8 +316,8 @@ class Sequence:
                 executor.forget()
                 del executors[call]  # first: a Ctrl-C must not leave one here that would run nothing
                 executor.vacate()
-        if self._binding is not None and self.arena.holder is self._binding.state:
-            self.arena.holder = None  # the next call starts cold
+        if self._binding is not None:
+            self.arena.discard(self._binding.state)
         self._binding = None
 
     def _renew(self, names: Items[str]) -> None:
@@ -394,7 +391,7 @@ class Sequence:
 
     def _bound(self, call: Call) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
-        if self.program is None:  # by themselves, its programs keep other weights on the device
+        if self.keys:  # by themselves, the programs of a cycle keep other weights on the device
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
