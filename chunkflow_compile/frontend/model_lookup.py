@@ -17,7 +17,7 @@ from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.placement import Placement, placement_of, placements_around
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
@@ -71,8 +71,8 @@ def start_program(
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
     wanted: Collection[str],
-    start: Callable[[Arena], Solo],
-) -> Solo:
+    start: Callable[[Arena], SingleCall],
+) -> SingleCall:
     """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a program.
 
     ``pack``: see :func:`move_weights`.

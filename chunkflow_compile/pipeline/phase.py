@@ -25,8 +25,8 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls
-from chunkflow_compile.runtime.order import Solo
-from chunkflow_compile.runtime.sequence import CallKey, Sequence
+from chunkflow_compile.runtime.sequence import BoundCycle, CallKey
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -57,7 +57,7 @@ class Phase:
         self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[Solo], int]] = []  # in the newest call, and how often
+        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # in the newest call, and how often
 
     @property
     def root(self) -> nn.Module:
@@ -97,11 +97,11 @@ class Phase:
         ]
         return max([self.kept, *needed])
 
-    def steps(self) -> dict[Solo, int]:
+    def steps(self) -> dict[SingleCall, int]:
         """How often each of its programs has run."""
-        return {s: s.call.steps for s in self.arena.programs if isinstance(s, Solo)}
+        return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall)}
 
-    def ended(self, before: dict[Solo, int], seconds: float) -> None:
+    def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
@@ -151,14 +151,14 @@ class Phase:
         measured = [count * _median(values) for values, count in steps if values]
         return sum(measured) if measured else None
 
-    def _newest(self) -> list[tuple[Solo, int]]:
+    def _newest(self) -> list[tuple[SingleCall, int]]:
         """The programs of the newest call, and how often each ran."""
         return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
     def _predicted(self) -> float | None:
         """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
         newest = self._newest()
-        problems = {program.call.key: program.program.problem for program, _ in newest}
+        problems = {program.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.code.cut) in cuts for program, _ in newest):
@@ -184,14 +184,14 @@ class Phase:
         return _median([*self._seconds]) if self._seconds else None
 
 
-def _predicted(cycle: Sequence, keys: Collection[CallKey | None]) -> float | None:
+def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
     """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
     if cycle.plan.predicted is None:
         return None
     return sum(seconds for key, seconds in zip(cycle.keys, seconds_of_calls(cycle.cycle), strict=True) if key in keys)
 
 
-def _played(cycle: Sequence, problems: Mapping[CallKey | None, Problem]) -> float:
+def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
     """Predicted seconds of a pass in which the calls with these keys have other sizes: those of the problems."""
     whole, plan = cycle.cycle.problem, cycle.plan
     sized = [problems.get(key, call.cut.problem) for key, call in zip(cycle.keys, cycle.calls, strict=True)]

@@ -38,7 +38,7 @@ from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.order import Solo
+    from chunkflow_compile.runtime.single_call import SingleCall
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Placement:
         free = partial(_call_if_alive, weakref.WeakMethod(self.free))
         self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)), free)
         self.guards = Guards(root, self.store, free)
-        self.programs: list[Solo] = []
+        self.programs: list[SingleCall] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
@@ -95,7 +95,7 @@ class Placement:
         """The arena that the model's programs on one kind of device share."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
-    def attach(self, program: Solo) -> None:
+    def attach(self, program: SingleCall) -> None:
         """Make a program end with this placement.
 
         The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and

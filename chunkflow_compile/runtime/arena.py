@@ -239,7 +239,7 @@ class Arena:
         return kept
 
     def release(self, owner: Owner) -> None:
-        """Unbind a sequence, and let go of the weights that it keeps on the device outside the memory."""
+        """Unbind a program or a cycle, and let go of the weights that it keeps on the device outside the memory."""
         owner.unbind()
         self._residents.pop(owner, None)
 
@@ -366,7 +366,7 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and sequences are bound again at their next step; then ``grows`` is called.  Raises
+        The old memory is freed first, and cycles are bound again at their next step; then ``grows`` is called.  Raises
         ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
         or freed, if the device has lost the room for that too.
         """

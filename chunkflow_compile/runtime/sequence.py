@@ -1,15 +1,15 @@
-"""Calls, and the sequences that they run in.
+"""Call sites, and the cycles that their calls run in.
 
-A *call* says what a compiled graph reads, and which code runs.  A *sequence* is calls that repeat in one order under one
-plan, bound to the memory of an arena; a program by itself is a sequence of one call.
+A *call site* is a compiled graph at one size, on the weights of one model: what it reads, and which code runs.  A
+*bound cycle* is calls that repeat in one order under one plan, bound to the memory of an arena; a program by itself is a
+cycle of one call.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -21,11 +21,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals, arrivals_at
-from chunkflow_compile.passes.program.cycle import Call as CycleCall
-from chunkflow_compile.passes.program.cycle import Cycle, block_of, rewritten
+from chunkflow_compile.passes.program.cycle import Call, Cycle, block_of, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.counts import Counts
@@ -34,7 +34,7 @@ from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.source import Source
 
 from .arena import Arena, Binding
-from .codes import CurrentCode
+from .codes import CurrentCode, bare
 from .cuda_graphs import CaptureLog
 from .executor import Executor
 from .instructions import Cost
@@ -46,13 +46,11 @@ _NOT_OFFLOADED = "on the device: not offloaded"
 
 
 class CallKey:
-    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
-
-    ``settings``: of the newest program with this key.
-    """
+    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        self.settings = settings
+        """``settings``: of the newest program with this key."""
+        self._settings = settings
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
 
     @property
@@ -60,18 +58,19 @@ class CallKey:
         """Whether the weights still exist."""
         return all(ref() is not None for ref in self._buffers)
 
+    def renew(self, settings: Settings) -> bool:
+        """There is a new program with this key.  Returns whether it is planned for another goal than the one before."""
+        before, self._settings = self._settings, settings
+        return bare(before) != bare(settings)
 
-class Call:
+
+class CallSite:
     """The calls of a compiled graph, at one size, on the weights of one model: what they run, and what they read.
 
-    ``code``: that they run; ``current``: that the next one runs.  ``key``: what they read, None if they are never calls of a
-    cycle.  ``buffers``: of the offloaded weights; ``versions``: of their values, in this order.  ``in_place``: the other
-    weights, which have ``kept_bytes``.  ``model``: whose weights they are.  ``counts``: of this model.  ``steps``: so far;
-    ``measured``: the newest ones.
-    ``captures``: as CUDA graphs.
+    ``code``: that they run; ``current``: that the next one runs.  ``buffers``: of the offloaded weights; ``versions``: of
+    their values, in this order.  ``in_place``: the other weights, which have ``kept_bytes``.  ``model``: whose weights they
+    are.  ``counts``: of this model.  ``steps``: so far; ``measured``: the newest ones.  ``captures``: as CUDA graphs.
     """
-
-    key: CallKey | None = None
 
     def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
         self.current = current
@@ -142,7 +141,7 @@ class Call:
             if store.exported:
                 store.mark_exported_dirty()
 
-    def fits(self, weights: Items[nn.Parameter]) -> bool:
+    def fits(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether the program can run on its weights as they are now; if not, a new one is needed.
 
         ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
@@ -174,11 +173,11 @@ class Call:
             names.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
         return names
 
-    def in_cycle(self, names: Mapping[str, str]) -> CycleCall:
+    def in_cycle(self, names: Mapping[str, str]) -> Call:
         """It as a call of a cycle.  ``names``: of its weights there."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         drive = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.drive is not None)
-        return CycleCall(self.code.cut, names, keep, drive)
+        return Call(self.code.cut, names, keep, drive)
 
     def let_go(self) -> None:
         """Hold no weights any more: the program has ended."""
@@ -191,7 +190,7 @@ def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
     return tuple(sum(counts) for _, _, _, *counts in states)
 
 
-class Sequence:
+class BoundCycle:
     """Calls in one order, under one plan, in an arena.
 
     ``calls``: as the plan has them.  ``settings``: that it was planned with, but for measured times.  ``replan_after``: the
@@ -203,12 +202,13 @@ class Sequence:
     def __init__(
         self,
         arena: Arena,
-        calls: Items[CycleCall],
+        calls: Sequence[Call],
         buffers: Mapping[str, HostBuffer],
         settings: Settings,
         cycle: Cycle,
         *,
         keys: tuple[CallKey, ...] = (),
+        replan_after: int = 0,
         advice: Callable[[], str] = str,
     ) -> None:
         """``buffers``: by the names of weights in the cycle.  ``advice``: returns what would fit if the arena does not."""
@@ -219,7 +219,7 @@ class Sequence:
         self.keys = keys
         self.position = 0
         self.jumps = 0
-        self.replan_after = 0
+        self.replan_after = replan_after
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
@@ -229,7 +229,9 @@ class Sequence:
         self._in_order = 0  # calls since a pass began, without a jump
         self._marks = arrivals(cycle)
         self._binding: Binding | None = None
-        self._executors: list[weakref.WeakKeyDictionary[Call, Executor]] = [weakref.WeakKeyDictionary() for _ in calls]
+        self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
+            weakref.WeakKeyDictionary() for _ in calls
+        ]
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()  # region -> its key
 
     @property
@@ -267,17 +269,39 @@ class Sequence:
         return [executor for bound in self._executors for executor in bound.values()]
 
     def timings_due(self) -> Timings | None:
-        """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due."""
+        """Note that a call has ended.  Returns the times to plan again from, once, at the end of the pass in which it is due.
+
+        Raises ChunkflowError, once, if they will never be known.
+        """
         if self._in_order != len(self.calls):
             return None
         self._in_order = 0
-        return self.times.due(self.replan_after, self.arena.streams)
+        try:
+            timings = self.times.due(self.replan_after, self.arena.streams)
+        except ChunkflowError:
+            self.replan_after = 0
+            raise
+        if timings is not None:
+            self.replan_after = 0
+        return timings
+
+    def continue_from(self, other: BoundCycle) -> None:
+        """Go on where another plan of the cycle has come to."""
+        self.position, self.jumps = other.position, other.jumps
+
+    def add_jump(self) -> None:
+        """A call entered the cycle at another place than the expected one."""
+        self.jumps += 1
+
+    def measure_into(self, folder: Path) -> None:
+        """Write measurements into this folder from now on."""
+        self.folder = folder
 
     def _collect(self, wait: bool = True) -> None:
         if self._binding is not None:
             self.arena.streams.collect(wait)
 
-    def begin(self, call: Call, number: int) -> Executor:
+    def begin(self, call: CallSite, number: int) -> Executor:
         """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
         executor = self.executor_of(call, number)
         self.position = (number + 1) % len(self.calls)
@@ -290,7 +314,7 @@ class Sequence:
             self._begun += 1
         return executor
 
-    def executor_of(self, call: Call, number: int) -> Executor:
+    def executor_of(self, call: CallSite, number: int) -> Executor:
         """The executor of a call in its place, which copies weights again that were written since they were copied.
 
         Raises ChunkflowError if the arena has no room.
@@ -320,7 +344,7 @@ class Sequence:
             self.arena.discard(self._binding.state)
         self._binding = None
 
-    def _renew(self, names: Items[str]) -> None:
+    def _renew(self, names: Sequence[str]) -> None:
         """Renew the copies outside the memory of those weights that were written since.
 
         Gives up what is bound if the host memory of one has moved since then, or is no longer pinned.
@@ -348,7 +372,7 @@ class Sequence:
             return now is not bound
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
 
-    def _make(self, call: Call, number: int) -> Executor:
+    def _make(self, call: CallSite, number: int) -> Executor:
         cycle, marks, placed = self.cycle, self._marks, self.calls[number]
         names = self._names(call, number)
         # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
@@ -362,7 +386,7 @@ class Sequence:
         run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
         return Executor(cycle.calls[number], run, binding, poison, cycle, file, self._versions, captures)
 
-    def _program(self, call: Call, number: int, placed: CycleCall) -> tuple[Program, Arrivals]:
+    def _program(self, call: CallSite, number: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
@@ -377,7 +401,7 @@ class Sequence:
             verify_call(self.cycle, number, program, self._marks, marks, self._proved)
         return program, marks
 
-    def _names(self, call: Call, number: int) -> dict[str, str]:
+    def _names(self, call: CallSite, number: int) -> dict[str, str]:
         """The names in the cycle of the weights of a call.  A buffer has several if parameters were tied after compiling."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
@@ -389,7 +413,7 @@ class Sequence:
             for name, buffer in call.buffers.items()
         }
 
-    def _bound(self, call: Call) -> Binding:
+    def _bound(self, call: CallSite) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
         if self.keys:  # by themselves, the programs of a cycle keep other weights on the device
             self.arena.displace((self if self._binding is None else call).buffers.values())
