@@ -15,7 +15,8 @@ from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime.arena import Arena, ArenaContents
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.arena_contents import ArenaContents
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import Source

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.measurement import seconds_of_calls
@@ -33,6 +34,13 @@ from chunkflow_compile.weights.leaves import leaves_of
 _KEPT_SECONDS = 32  # of the newest calls
 
 
+class Learned(NamedTuple):
+    """Most bytes of activations, and whether they were measured in a call that did not change the arena."""
+
+    activations: int
+    steady: bool
+
+
 class Phase:
     """A component of a pipeline.
 
@@ -42,9 +50,13 @@ class Phase:
     None until then.  ``most``: most of them until the generation ends in which a call ran out of memory, None otherwise.
     """
 
-    def __init__(self, name: str, root: nn.Module, arena: Arena) -> None:
+    def __init__(
+        self, name: str, root: nn.Module, arena: Arena, gone: Callable[[Phase], object], enabled: bool = False
+    ) -> None:
+        """``gone``: called when the model no longer exists.  ``enabled``: whether ``compile`` has enabled its adapters."""
         self.name = name
-        self.gone: Callable[[Phase], object] = lambda _: None  # called when the model no longer exists
+        self.gone = gone
+        self.enabled = enabled
         self._root = weakref.ref(root, functools.partial(_went, weakref.ref(self)))
         self.arena = arena
         self.activations = 0
@@ -53,9 +65,8 @@ class Phase:
         self.most: int | None = None
         self.calls = 0
         self.retries = 0
-        self.enabled = False  # whether ``compile`` has enabled its adapters
-        self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
+        self._warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
         self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # in the newest call, and how often
 
@@ -106,6 +117,46 @@ class Phase:
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
         self._ran = [(weakref.ref(program), count) for program, count in counts.items() if count]
+
+    def begin_call(self) -> None:
+        self.calls += 1
+
+    def begin_retry(self) -> None:
+        """A call ran out of memory, and is about to run again."""
+        self.retries += 1
+
+    def exceeds(self, taken: int) -> bool:
+        """A call took more than the budget: ``taken`` bytes on the device.  Returns whether that is the most so far."""
+        before, self._warned = self._warned, max(self._warned, taken)
+        return taken > before
+
+    def plan_for(self, goal: int) -> None:
+        """Plan its programs for ``goal`` bytes of weights on the device.  Raises ChunkflowError if that is too little."""
+        if goal < self.kept:
+            raise ChunkflowError("there is no room for any.")
+        if programs(self.root):
+            replan(self.root, memory=goal)
+        self.goal = goal
+
+    def limit(self, most: int) -> None:
+        """A call ran out of memory: its plans take ``most`` bytes until the generation ends."""
+        self.most = most
+
+    def end_generation(self) -> None:
+        self.most = None
+
+    @property
+    def learned(self) -> Learned:
+        """What its calls need in addition to the weights."""
+        return Learned(self.activations, self.steady)
+
+    def assume(self, activations: int) -> None:
+        """Note bytes of activations where no call can be measured."""
+        self.activations = activations
+
+    def unlearn(self, before: Learned) -> None:
+        """Forget what the newest call needed."""
+        self.activations, self.steady = before
 
     def learn(self, activations: int, steady: bool) -> None:
         """Note the activations of a call, bytes.  ``steady``: it did not change the arena, so it counts before others."""

@@ -126,9 +126,8 @@ def offload(
             kinds = {names[0]: f"{dtype_of(names[0], weight)} {[*weight.shape]}" for names, weight in weights}
             together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type}, name)
         with compile_lock:
-            placement = Placement.on(root, target, min_bytes)
-            placement.store.bound, placement.pack = bound, pack
-            placement.store.peers, placement.peers = together, peers
+            options = {"pack": pack, "peers": peers, "ranks": together, "bound": bound}
+            placement = Placement.on(root, target, min_bytes, **options)
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
             if filled:  # each rank writes its own

@@ -35,6 +35,7 @@ from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.node import Node
+from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
@@ -58,11 +59,25 @@ class Placement:
     weights go to the devices of the ranks when a program starts on them.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        min_bytes: int,
+        *,
+        pack: Pack = False,
+        peers: OnPeers = False,
+        ranks: Peers | None = None,
+        bound: int | None = None,
+    ) -> None:
+        """``ranks``: those that keep pieces for each other, or None.  ``bound``: most bytes of host memory, or None."""
         self.root = root
         self.min_bytes = min_bytes
+        self.pack = pack
+        self.peers = peers
         free = partial(_call_if_alive, weakref.WeakMethod(self.free))
-        self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)), free)
+        quiet = partial(_quiet, weakref.ref(self))
+        self.store = HostStore(weakref.ref(root), device, quiet, free, bound=bound, peers=ranks)
         self.guards = Guards(root, self.store, free)
         self.programs: list[SingleCall] = []
         self.lock = ProcessLock()
@@ -74,17 +89,32 @@ class Placement:
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
         self.room: int | None = None
-        self.pack: Pack = False
-        self.peers: OnPeers = False
 
     @staticmethod
-    def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
-        """The placement of a model, created if there is none; two threads that ask at once get the same one."""
+    def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
+        """The placement of a model, created with these options if there is none; two threads that ask at once get the same
+        one."""
         with compile_lock:
             placement = placement_of(root)
             if placement is None:  # a copy of a placed model has the attribute, with None
-                placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes)
+                placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes, **options)
             return placement
+
+    def belong_to(self, owner: Callable[[], str | None], arena: Arena, room: int) -> None:
+        """Run the programs in the arena of an owner, which alone may undo the placement.
+
+        ``owner``: returns its name, None once it is gone.  ``room``: bytes of weights that it expects to have on the device.
+        """
+        self.owner, self.owned_arena, self.room = owner, arena, room
+
+    def aim_for(self, **goal: Any) -> None:
+        """Plan for this goal from now on, also for sizes that come later.  ``goal``: fields of the settings."""
+        self.goal = {**self.goal, **goal}
+
+    def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
+        """Parts of the model are about to be compiled: count their graphs."""
+        self.progress = CompileProgress(name, graphs, model)
+        return self.progress
 
     @property
     def current(self) -> bool:
@@ -269,9 +299,7 @@ def progress_of(root: nn.Module) -> CompileProgress:
     placement = placement_of(root)
     if placement is None:
         return CompileProgress(type(root).__name__, 0, root)
-    if placement.progress is None:  # it counts the graphs from now on
-        placement.progress = CompileProgress(type(root).__name__, 0, root)
-    return placement.progress
+    return placement.progress or placement.begin_compilation(type(root).__name__, 0, root)
 
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:

@@ -72,7 +72,7 @@ def replan(
         plan_again({cycle: times.get(cycle) for cycle in bound}, goal)
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
-            placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}
+            placement.aim_for(**{name: goal[name] for name in goal if name != "plan"})
     return model
 
 

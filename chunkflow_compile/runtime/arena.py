@@ -29,12 +29,23 @@ from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
+from .arena_contents import ArenaContents
 from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .read_ahead import ReadAhead
 
 Make = Callable[[torch.device, DeviceKind], Device]
+
+
+class SharedDevice(Protocol):
+    """What decides how much of a device the arenas on it may take, as an arena knows it."""
+
+    def make_room(self, arena: Arena, nbytes: int) -> None:
+        """The memory of the arena is about to have ``nbytes``."""
+
+    def most_bytes(self, arena: Arena) -> int | None:
+        """Most bytes of weights in the arena, of all models together; None for the sum of their budgets."""
 
 
 class Owner(Protocol):
@@ -68,48 +79,6 @@ class Tenant(Owner, Protocol):
         """End it."""
 
 
-class ArenaContents:
-    """The chunks in the memory, for one placement of weights.  Programs with the same placement share it, and the programs
-    of a cycle.
-
-    ``arrived``: an event for each mark of the copies.
-    ``next_call``: the call of the cycle for which the chunks are in order, None while a call runs.  ``measured``: whether the
-    calls of the current pass are measured; ``measurement_requested``: by :meth:`Device.measure`.  ``versions``: name of a
-    weight -> the version of its values in the memory when a call begins.
-    """
-
-    def __init__(self, device: Device, marks: int) -> None:
-        self.arrived = [device.event() for _ in range(marks)]
-        self.next_call: int | None = None
-        self.measured = True
-        self.measurement_requested = False
-        self.versions: dict[str, int] = {}
-        self._call_count = 0
-        self._last_end: tuple[int, float] | None = (
-            None  # the newest measured call by its number, and the time of its end
-        )
-
-    def begin_pass(self, measured: bool, requested: bool) -> None:
-        self.measured, self.measurement_requested = measured, requested
-
-    def fill(self, versions: dict[str, int]) -> None:
-        """The newest copies, after which its weights have these versions, are issued."""
-        self.versions = versions
-
-    def begin_call(self) -> None:
-        self.next_call = None
-
-    def end_call(self, next_call: int) -> int:
-        """A call is issued; return its number."""
-        self.next_call, self._call_count = next_call, self._call_count + 1
-        return self._call_count - 1
-
-    def idle_before(self, number: int, begin: float, end: float) -> float:
-        """The seconds between the call before this one and its begin, 0 if that one was not measured.  Keeps the ``end``."""
-        before, self._last_end = self._last_end, (number, end)
-        return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0
-
-
 @dataclass(frozen=True)
 class Binding:
     """The memory that a program runs on.
@@ -139,16 +108,18 @@ class Arena:
     order of the programs repeats: then they run as a cycle (order.py).
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
-        """``make``: creates the streams for a device and its kind.  Raises ChunkflowError for an unsupported device."""
+    def __init__(
+        self, device: torch.device | str = "cpu", *, make: Make = make_device, shared: SharedDevice | None = None
+    ) -> None:
+        """``make``: creates the streams for a device and its kind.  ``shared``: decides how much of the device the arena may
+        take; None if it has the device for itself.  Raises ChunkflowError for an unsupported device."""
         self.device = check_device(device)
         self.lock = ProcessLock()  # held for a step
         self.holder: ArenaContents | None = None  # the chunks of the program that ran last, if they are complete
         self.lost_weight = False  # whether a weight of a program was dropped since the last step
-        self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
-        self.most: int | None = None  # bytes of weights, of all models together; None for the sum of their budgets
         self.graphs = CudaGraphs()
         self._make = make
+        self._shared = shared
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
@@ -261,8 +232,8 @@ class Arena:
             largest = budgets.get(model, 0)
             budgets[model] = None if budget is None or largest is None else max(budget, largest)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
-        if self.most is not None:
-            most = min(most, self.most)
+        if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
+            most = min(most, shared)
         if self.held + max(0, nbytes - self.nbytes) + residents > most:
             self.evict()
 
@@ -366,17 +337,17 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and cycles are bound again at their next step; then ``grows`` is called.  Raises
-        ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
-        or freed, if the device has lost the room for that too.
+        The old memory is freed first, and cycles are bound again at their next step.  Then other arenas on a shared device
+        make room.  Raises ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as
+        large as before, or freed, if the device has lost the room for that too.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
             if self._memory is not None:
                 self._unbind()
             try:
-                if self.grows is not None:
-                    self.grows(nbytes)
+                if self._shared is not None:
+                    self._shared.make_room(self, nbytes)
                 self._memory = self._allocate(nbytes, advice)
             except BaseException:
                 with contextlib.suppress(ChunkflowError):

@@ -23,7 +23,8 @@ from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import DriveBytes
 
-from .arena import ArenaContents, Binding
+from .arena import Binding
+from .arena_contents import ArenaContents
 from .device_base import Copy, Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
