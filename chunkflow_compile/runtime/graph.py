@@ -10,7 +10,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,7 +157,7 @@ class CompiledGraph:
         except BaseException as error:
             if stale is None or current.code is stale.code:
                 raise
-            current.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
+            current.fall_back(stale.code)
             if not current.by_itself or not isinstance(error, ChunkflowError):
                 raise
             _log.warning("the current plan is kept: %s", error)
@@ -208,7 +207,7 @@ class CompiledGraph:
                 forms.add(name)
         form = {"pack": frozenset(forms), "peers": _shard_across_peers(parameters, current.code.on_peers)}
         if form != {"pack": current.code.packed, "peers": current.code.on_peers}:
-            current.code = self.codes.code(sizes, {**self._changed(parameters), **form})
+            current.adapt(self.codes.code(sizes, {**self._changed(parameters), **form}))
         return current
 
 
