@@ -123,7 +123,7 @@ class Order:
         previous = self._history[-1] if self._history else None
         self._history.append(key)
         if self.current is not None and not self.current.can_bind():
-            self._prune()
+            self.prune()
         current = self.current
         if current is not None and current.keys[current.position] is key:
             self._unexpected = 0
@@ -136,7 +136,7 @@ class Order:
         self, key: CallKey, previous: CallKey | None, call: CallSite
     ) -> tuple[BoundCycle, int] | None:
         """The place of a call that the current cycle does not expect, or that no cycle runs."""
-        self._prune()
+        self.prune()
         self._unexpected += 1
         if self.current is not None and self._unexpected > len(self.current.keys):
             self.current = None
@@ -156,7 +156,7 @@ class Order:
             return cycle, number
         return None
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Forget the cycles whose weights no longer exist."""
         for cycle in [c for c in self.cycles if not c.alive]:
             self.forget(cycle)

@@ -120,6 +120,7 @@ class SingleCall(BoundCycle):
         arena.refuse_inside()
         if arena.lost_weight:
             arena.close_stale()
+            self.order.prune()
         placed = None if self.key is None else self.order.advance(call, self.key)
         cycle, executor = placed or (self, self.begin(call, 0))
         arena.begin_call(self.title)
