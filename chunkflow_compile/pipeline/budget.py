@@ -228,7 +228,7 @@ class Budget:
         return self._most_bytes.get(arena)
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
-        """An arena is about to have ``nbytes``: the others give way before.
+        """Evict other arenas before this one has ``nbytes``.
 
         A cycle fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
         """

@@ -42,7 +42,7 @@ class SharedDevice(Protocol):
     """What decides how much of a device the arenas on it may take, as an arena knows it."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
-        """The memory of the arena is about to have ``nbytes``."""
+        """Called before the memory of the arena has ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
         """Most bytes of weights in the arena, of all models together; None for the sum of their budgets."""
