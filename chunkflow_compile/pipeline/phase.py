@@ -25,8 +25,9 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
+from chunkflow_compile.runtime.call_site import CallKey
 from chunkflow_compile.runtime.measurement import seconds_of_calls
-from chunkflow_compile.runtime.sequence import BoundCycle, CallKey
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of

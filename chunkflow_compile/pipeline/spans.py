@@ -12,8 +12,8 @@ from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.metrics import models_of
 from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import as_one
-from chunkflow_compile.runtime.sequence import BoundCycle
 
 # Begin and end, seconds of time.monotonic(), and attributes.
 _Step = tuple[float, float, dict[str, Any]]

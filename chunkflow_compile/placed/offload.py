@@ -42,7 +42,7 @@ from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.sequence import BoundCycle
+    from chunkflow_compile.runtime.bound_cycle import BoundCycle
     from chunkflow_compile.runtime.single_call import SingleCall
 
 

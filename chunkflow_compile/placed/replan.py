@@ -15,9 +15,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.placed.placement import placements_of
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import measured
 from chunkflow_compile.runtime.rank_times import RankTimes
-from chunkflow_compile.runtime.sequence import BoundCycle
 from chunkflow_compile.runtime.single_call import replan as plan_again
 from chunkflow_compile.units import Size
 

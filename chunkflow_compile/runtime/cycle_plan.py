@@ -15,9 +15,10 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.progress import planning
 
 from .arena import Arena
+from .bound_cycle import BoundCycle
+from .call_site import CallKey, CallSite
 from .codes import bare
 from .cuda_graphs import MOST_GRAPHS
-from .sequence import BoundCycle, CallKey, CallSite
 
 # Calls of the longest cycle: 128 blocks of two models, twice a step.
 MOST_CALLS = 512

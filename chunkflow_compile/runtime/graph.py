@@ -28,8 +28,8 @@ from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
 from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
+from .call_site import CallSite
 from .codes import Codes, CurrentCode, Sizes
-from .sequence import CallSite
 from .single_call import SingleCall, bind_program
 from .wrapped_calls import tuple_getter
 

@@ -20,6 +20,8 @@ from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.units import size
 
 from .arena import Arena
+from .bound_cycle import BoundCycle
+from .call_site import CallKey, CallSite
 from .cycle_plan import (
     MOST_CALLS,
     calls_of,
@@ -31,7 +33,6 @@ from .cycle_plan import (
     planned,
 )
 from .executor import Executor
-from .sequence import BoundCycle, CallKey, CallSite
 
 _log = logging.getLogger(__name__)
 

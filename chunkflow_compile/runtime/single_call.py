@@ -18,13 +18,14 @@ from chunkflow_compile.passes.program.cycle import Cycle, block_of
 from chunkflow_compile.passes.program.rewrite import Program
 
 from .arena import Arena
+from .bound_cycle import BoundCycle
+from .call_site import CallKey, CallSite
 from .codes import Code
 from .cycle_plan import merge_settings, planned
 from .device import check_kind, refuse_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
-from .sequence import BoundCycle, CallKey, CallSite
 
 _log = logging.getLogger(__name__)
 

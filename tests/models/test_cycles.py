@@ -20,8 +20,8 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
-from chunkflow_compile.runtime.sequence import BoundCycle
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]

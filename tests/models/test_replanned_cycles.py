@@ -15,8 +15,8 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import Arena, cycles, offload, programs, replan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.sequence import BoundCycle
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 PAUSE_S = 0.02
