@@ -163,8 +163,7 @@ def compile_by_kind(
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
-        placement.progress = CompileProgress(name, 1, model)
-        model._compiled_call_impl = CallWithProgress(model, placement.progress)
+        model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model))
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
@@ -180,8 +179,8 @@ def compile_by_kind(
             _compile_module(module, options, dynamic, _with_hooks, levels)
     for part in op_by_op.values():
         _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
-    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)), model)
-    model._compiled_call_impl = CallWithProgress(model, placement.progress)
+    progress = placement.begin_compilation(name, len(kinds) + len(kinds_of(op_by_op)), model)
+    model._compiled_call_impl = CallWithProgress(model, progress)
 
 
 class Compiled:

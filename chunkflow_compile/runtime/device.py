@@ -62,7 +62,7 @@ class _HostDevice(Device):
         if isinstance(source, Pieces):
             port, nbytes = self.peers or port, source.from_others
         if port is not None:
-            lane.ended = port.send(moves, nbytes, since)
+            lane.end_work(port.send(moves, nbytes, since))
 
     def received(self, nbytes: int) -> None:
         if (port := self.peers or self.port) is not None:

@@ -23,7 +23,8 @@ from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import DriveBytes
 
-from .arena import Binding, SlotState
+from .arena import Binding
+from .arena_contents import ArenaContents
 from .device_base import Copy, Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
@@ -43,6 +44,23 @@ class Cost:
     moved: int = 0
     pulled: int = 0
     issue_s: float = 0.0
+
+    def add_copies(self, nbytes: int, pulled: int = 0) -> None:
+        """Copies were issued."""
+        self.moved += nbytes
+        self.pulled += pulled
+
+    def add_collective(self) -> None:
+        """A collective was issued."""
+        self.collectives += 1
+
+    def end_priming(self) -> None:
+        """All copies so far were issued before the step."""
+        self.primed, self.moved, self.pulled = self.moved, 0, 0
+
+    def end_issue(self, seconds: float) -> None:
+        """The host has issued the step in ``seconds``."""
+        self.issue_s = seconds
 
 
 @dataclass
@@ -115,7 +133,7 @@ class OnDevice:
         self.binding = binding
         self.poison = poison
         self.marks = binding.marks or arrivals(cycle)
-        self.state = binding.state or SlotState(device, len(self.marks.marked))
+        self.state = binding.state or ArenaContents(device, len(self.marks.marked))
         self.traffic = Traffic()
         self.flag = HostFlag() if program.plan.policy == "host-yield" else None
         # checked chunk by chunk, copies read the drive themselves
@@ -311,8 +329,7 @@ def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
         for copies, moves, arrival in parts:
             on.copy(step, copies, moves)
             on.mark(arrival, moves)
-        step.cost.moved += nbytes
-        step.cost.pulled += pulled
+        step.cost.add_copies(nbytes, pulled)
 
     return issue
 
@@ -399,7 +416,8 @@ def _collective(on: OnDevice, node: Node, window: int) -> Issue:
             stream.wait(started)
         windows = step.cost.windows
         stream.run(work, None if windows is None else traffic.collective(windows, window), name)
-        step.cost.collectives += begins
+        if begins:
+            step.cost.add_collective()
         if ends and stream is not compute:
             stream.record(ended)
             compute.wait(ended)

@@ -251,7 +251,7 @@ class ThreadStream:
     """A stream whose work a thread of its engine runs.
 
     ``items``: its queue.  ``since``: when the running work could have begun, by the clock; its thread may have woken up
-    later.  ``ended``: when the running work ended, by the clock; work sets it if that is not when it returns.
+    later.  ``ended``: when the running work ended, by the clock, if that is not when it returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -272,6 +272,10 @@ class ThreadStream:
             self.since = self.ended or self._now()
 
         self._put(_Item(run))
+
+    def end_work(self, at: float) -> None:
+        """The running work has ended at ``at``, although it has not returned yet."""
+        self.ended = at
 
     def record(self, event: HostEvent) -> None:
         self._put(_Item(end=partial(event.reach, event.mark())))
