@@ -330,7 +330,7 @@ def _lower_again(
 
 def _check_options(chosen: Options, device: torch.device) -> None:
     """Raise ChunkflowError if the options do not go with the device of the weights."""
-    check_kind(device, chosen.device_kind(), chosen.policy)
+    check_kind(device, chosen.device_kind())
     if chosen.arena is not None and chosen.arena.device != device:
         raise ChunkflowError(
             f"The weights are on {device}, but the arena passed as an option is on "

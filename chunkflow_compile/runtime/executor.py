@@ -269,8 +269,6 @@ class Executor(OnDevice):
         holds = self.binding.arena.holder is self.state
         if holds:
             self.binding.arena.holder = None
-        if self.flag is not None:
-            self.flag.drop()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, *self.device.lanes):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
