@@ -58,7 +58,6 @@ from chunkflow_compile.frontend.trace import (
 from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
@@ -183,8 +182,6 @@ def _compiler(
     device = check_device(device_of(weights, inputs, graph))
     chosen = chosen.on(device)
     _check_options(chosen, device)
-    if chosen.lowering != "eager":
-        warm_up(device)
     parameters = describe_parameters(inputs, index, min_bytes)
     if chosen.policy != "resident":
         warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
