@@ -34,7 +34,6 @@ from chunkflow_compile.frontend.block_kinds import (
 )
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
-from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
@@ -157,8 +156,6 @@ def compile_by_kind(
     """
     name = type(model).__name__ if name is None else name
     blocks = repeated_blocks(model)
-    if options.get("lowering") != "eager":
-        warm_up(placement.store.device)
     if compiled_whole(model, options):
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)

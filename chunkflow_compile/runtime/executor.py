@@ -275,8 +275,6 @@ class Executor(OnDevice):
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
         holds = self.binding.arena.discard(self.state)
-        if self.flag is not None:
-            self.flag.drop()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, *self.device.lanes):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()

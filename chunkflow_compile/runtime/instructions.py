@@ -28,7 +28,6 @@ from .arena_contents import ArenaContents
 from .device_base import Copy, Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
-from .streams import HostFlag
 from .traffic import Traffic
 from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 
@@ -109,9 +108,8 @@ class Fetch:
 class OnDevice:
     """A program on the memory and the streams of a device: what its instructions refer to.
 
-    ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
-    ``records``: whether the device records the call.  ``on_drive``: weights that the arena's reader brings from the drive.
-    ``number``: of each node, its place in a step.
+    ``traffic``: the transfers that they issue.  ``records``: whether the device records the call.  ``on_drive``: weights that
+    the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
     """
 
     def __init__(
@@ -135,11 +133,10 @@ class OnDevice:
         self.marks = binding.marks or arrivals(cycle)
         self.state = binding.state or ArenaContents(device, len(self.marks.marked))
         self.traffic = Traffic()
-        self.flag = HostFlag() if program.plan.policy == "host-yield" else None
-        # checked chunk by chunk, copies read the drive themselves
-        held = {} if self.flag is not None else binding.hosts
         pulled = program.plan.pulled  # one of them that has no pieces any more is read as it is copied
-        self.on_drive = frozenset(n for n, source in held.items() if isinstance(source, DriveBytes) and n not in pulled)
+        self.on_drive = frozenset(
+            n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
+        )
         if pulled:
             device.lane("pull")  # now, because a step makes no stream
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
@@ -147,16 +144,13 @@ class OnDevice:
 
     def copy(self, step: Step, copies: Sequence[Copy], moves: Moves) -> None:
         """Enqueue copies of a step in a lane."""
-        if self.flag is None and step.cost.windows is None:
+        if step.cost.windows is None:
             self.device.copy_all(copies, moves)
             return
         lane = self.device.lane(moves)
         for target, source, name in copies:
-            if self.flag is not None:
-                lane.run(self.flag.hold)
             work = partial(self.device.copy_bytes, target, source, moves)
-            watch = None if step.cost.windows is None else self.traffic.copy(source.numel(), moves)
-            lane.run(work, watch, name)
+            lane.run(work, self.traffic.copy(source.numel(), moves), name)
 
     def mark(self, number: int | None, moves: Moves) -> None:
         """Record an arrival after a copy in a lane, if a region waits for it."""
@@ -195,7 +189,7 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
 
     After the last region all of them go with the step.
     """
-    program, flag = on.program, on.flag
+    program = on.program
     windows = len(program.problem.regions)
     number = {node.name: i for node, i in on.number.items()}
     opened: int | None = None
@@ -208,24 +202,10 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
         if isinstance(issue, Fetch) and (op := prefetch_of(node)) is not None:
             issue = replace(issue, opens=op.window != opened)
             opened = op.window
-        issues = (issue,) if flag is None else _flagged(on, flag, issue, node)
-        yield from (each for each in issues if each is not None)
+        if issue is not None:
+            yield issue
         if window < windows and (values := program.releases.get(node.name)):
             yield Compute(partial(_drop, tuple(number[value] for value in values)))
-
-
-def _flagged(
-    on: OnDevice, flag: HostFlag, issue: Issue | Compute | Fetch | None, node: Node
-) -> Iterator[Issue | Compute | Fetch | None]:
-    """What issues a node, between what sets and clears the flag."""
-    if collective_kind(node) is not None:
-        yield lambda step: flag.set()
-    if node.target is WAIT and issue is not None:
-        # no deadlock: compute beside a collective would wait for a copy that is held
-        yield lambda step: flag.drop()
-    yield issue
-    if _ends(on, node):
-        yield lambda step: flag.clear()
 
 
 def _compute(on: OnDevice, taken: Sequence[Compute]) -> Issue:
@@ -298,14 +278,10 @@ def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Fetch:
     """The copies of a prefetch, and the mark of their arrival."""
     slot, host = on.binding.slots[op.weight], on.binding.hosts[op.weight]
     size = on.program.plan.chunk_bytes
-    first, end = op.first * size, op.end * size
-    # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
-    length = size if on.flag is not None else end - first
-    parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
-    ahead = op.weight in on.on_drive
+    span = slice(op.first * size, op.end * size)  # adjacent chunks of one window are one copy
+    source = reading(on, op) if op.weight in on.on_drive else host[span]
     name = f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
-    copies = [(slot[part], reading(on, op) if ahead else host[part], name) for part in parts]
-    return Fetch(copies, on.program.plan.lane(op.weight), on.marks.marked.get(node))
+    return Fetch([(slot[span], source, name)], on.program.plan.lane(op.weight), on.marks.marked.get(node))
 
 
 def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:

@@ -168,7 +168,7 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     Raises ChunkflowError if the arena has no room, or if the program is not safe with another in it.
     """
     code = call.code
-    check_kind(arena.device, code.kind, code.program.plan.policy)
+    check_kind(arena.device, code.kind)
     refuse_capture(arena.device)
     with arena.lock():
         program = SingleCall(call, arena)
