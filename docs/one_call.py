@@ -20,7 +20,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
+from chunkflow_compile.passes.program.rewrite import ops_of
 from chunkflow_compile.passes.program.verify import verify
+from chunkflow_compile.passes.step import Run, Start, Step
 
 PAGE = Path(__file__).with_name("architecture.md")
 BLOCK = re.compile(r"(^## One call, with the value of every field$.*?^```$\n).*?(^```$)", re.MULTILINE | re.DOTALL)
@@ -99,6 +101,8 @@ def shown() -> str:
         line(plan.weights[1], 1),
         line(plan.predicted, 1),
         line(plan.predicted.spans[1], 2),
+        "Step, the ops of this region:",
+        *(f"  {op!r}" for op in _ops_of_region(ops_of(solo.program))),
         "Program, the lines of this region:",
         *(f"  {text}" for text in _of_region(str(solo.program))),
         line(verify(solo.program)),
@@ -113,6 +117,11 @@ def _of_region(program: str) -> list[str]:
     first = next(i for i, text in enumerate(lines) if text.startswith("all_to_all_single:"))
     last = next(i for i, text in enumerate(lines) if text == "evict('blocks.0.down.weight')")
     return lines[first : last + 1]
+
+
+def _ops_of_region(step: Step) -> Step:
+    """The ops from the collective before the second region to the region."""
+    return step[step.index(Start(0)) : step.index(Run(1)) + 1]
 
 
 def main() -> None:

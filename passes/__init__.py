@@ -4,7 +4,7 @@ A module imports only from its own package or from packages to its left::
 
     types < cost < graph < placement < program < pipeline
 
-The frozen types are in errors, hardware, problem, plan and ops.  The packages above them::
+The frozen types are in errors, hardware, problem, plan, step and ops.  The packages above them::
 
     cost       a region's graph   -> Cost     FLOPs and bytes; or seconds from measurements
     graph      ATen graph         -> Cut      regions, the collectives between them, and their Problem

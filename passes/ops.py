@@ -1,29 +1,35 @@
-"""The three transfer ops of a program.
+"""The three transfer ops of a program: the ops of a step (step.py) as FX nodes, with their events as arguments.
 
-They are FX nodes: the listing shows them and the executor runs them.  They are never dispatched, so calling one
-directly is an error.  ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
+The listing shows them and the executor runs them.  They are never dispatched, so calling one directly is an error.
+``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
 
-``prefetch(weight, first, end, window, next_step)``
-    Copy chunks ``[first, end)`` of a weight into its slot.  The copy stream waits until the window opens: until the
-    compute stream reaches the first prefetch of that window.  With ``next_step`` the copy serves the next run of the
-    program (wrap-around).
-``wait(weight)``
-    The compute stream waits until every chunk of the weight has arrived.
+``prefetch(weight, first, end, window, next_step, lane, after, then)``
+    Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the event that the lane waits for before the copy,
+    which is the opening of its window; the first prefetch that names it records it on the compute stream.  None if the lane
+    has already waited for it.  ``then``: the event that the lane records after the copy, None if compute awaits a later one.
+``wait(event, weights)``
+    The compute stream waits for the event.  Then every chunk of the weights has arrived.
 ``evict(weight)``
     The last reader of the weight has finished; from here on its slot may be overwritten.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+
+from .step import Copy, Evict, Op, Record, Step, Wait
 
 _OPS = torch.library.Library("chunkflow", "DEF")
-_OPS.define("prefetch(str weight, int first, int end, int window, bool next_step=False) -> ()")
-_OPS.define("wait(str weight) -> ()")
+_OPS.define(
+    "prefetch(str weight, int first, int end, int window, bool next_step, str lane, *, int? after=None, int? then=None)"
+    " -> ()"
+)
+_OPS.define("wait(int event, str[] weights) -> ()")
 _OPS.define("evict(str weight) -> ()")
 
 PREFETCH = torch.ops.chunkflow.prefetch.default
@@ -43,16 +49,77 @@ for _op in (PREFETCH, WAIT, EVICT):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """The arguments of a prefetch node: chunks ``[first, end)`` of ``weight``."""
+    """A copy and the events next to it, which are one node: see ``prefetch`` above."""
 
-    weight: str
-    first: int
-    end: int
-    window: int
-    next_step: bool = False
+    copy: Copy
+    after: int | None = None
+    then: int | None = None
+
+
+Transfer = Prefetch | Wait | Evict
+
+
+def folded(ops: Iterable[Op]) -> Iterator[Transfer]:
+    """Transfer ops as nodes.  ``ops``: of one region or collective, with their events, as :class:`step.Order` orders them."""
+    opened: dict[str, int] = {}  # lane -> the opening for which it waits
+    prefetch: Prefetch | None = None
+    for op in ops:
+        if isinstance(op, Record) and prefetch is not None and op.stream == prefetch.copy.stream:
+            prefetch = replace(prefetch, then=op.event)
+            continue
+        if prefetch is not None:
+            yield prefetch
+            prefetch = None
+        if isinstance(op, Copy):
+            prefetch = Prefetch(op, opened.pop(op.stream, None))
+        elif isinstance(op, Wait) and op.stream != "compute":
+            opened[op.stream] = op.event
+        elif isinstance(op, Wait | Evict):
+            yield op
+    if prefetch is not None:
+        yield prefetch
+
+
+def write(graph: Graph, ops: Iterable[Op]) -> None:
+    """Write transfer ops to the end of a graph.  ``ops``: as in :func:`folded`."""
+    for op in folded(ops):
+        if isinstance(op, Prefetch):
+            copy, events = op.copy, {"after": op.after, "then": op.then}
+            args = (copy.weight, copy.first, copy.end, copy.window, copy.next_step, copy.stream)
+            graph.call_function(PREFETCH, args, {name: event for name, event in events.items() if event is not None})
+        elif isinstance(op, Wait):
+            graph.call_function(WAIT, (op.event, op.weights))
+        else:
+            graph.call_function(EVICT, (op.weight,))
+
+
+def transfer_of(node: Node) -> Transfer | None:
+    """What a node moves, waits for or evicts; None if it is no transfer op."""
+    if node.target is WAIT:
+        event, weights = node.args
+        return Wait("compute", event, tuple(weights))  # type: ignore[arg-type]
+    if node.target is EVICT:
+        return Evict(str(node.args[0]))
+    return prefetch_of(node)
 
 
 def prefetch_of(node: Node) -> Prefetch | None:
-    """The arguments of a prefetch node, None for any other node."""
+    """The copy of a prefetch node with its events, None for any other node."""
+    if node.target is not PREFETCH:
+        return None
     arguments: Any = node.args
-    return Prefetch(*arguments) if node.target is PREFETCH else None
+    weight, first, end, window, next_step, lane = arguments
+    return Prefetch(Copy(lane, weight, first, end, window, next_step), **node.kwargs)  # type: ignore[arg-type]
+
+
+def unfolded(transfer: Transfer, opened: set[int]) -> Step:
+    """The ops of a node.  ``opened``: the openings that are recorded by the nodes before it, to which this adds its own."""
+    if not isinstance(transfer, Prefetch):
+        return (transfer,)
+    copy, after, then = transfer.copy, transfer.after, transfer.then
+    arrival = () if then is None else (Record(copy.stream, then),)
+    if after is None:
+        return copy, *arrival
+    opening = () if after in opened else (Record("compute", after),)
+    opened.add(after)
+    return *opening, Wait(copy.stream, after), copy, *arrival

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from .errors import ChunkflowError
@@ -36,8 +35,7 @@ def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     return -(-nbytes // chunk_bytes)
 
 
-@dataclass(frozen=True)
-class ChunkRun:
+class ChunkRun(NamedTuple):
     """Consecutive chunks ``[first, end)`` of one weight that the same window starts; None for resident chunks."""
 
     first: int
@@ -47,11 +45,11 @@ class ChunkRun:
 
 def runs(windows: Windows) -> Iterator[ChunkRun]:
     """The chunks of a weight, grouped by window."""
-    first = 0
-    for window, group in groupby(windows):
-        end = first + len(list(group))
-        yield ChunkRun(first, end, window)
-        first = end
+    first, count = 0, len(windows)
+    for end in range(1, count + 1):
+        if end == count or windows[end] != windows[first]:
+            yield ChunkRun(first, end, windows[first])
+            first = end
 
 
 @dataclass(frozen=True, kw_only=True)

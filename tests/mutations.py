@@ -37,10 +37,15 @@ def _pick(program: Program, rng: random.Random, target: object) -> Node | None:
     return rng.choice(found) if found else None
 
 
-def _reader(program: Program, weight: str) -> Node:
-    """The first region that reads a weight."""
-    placeholder = program.weight_inputs[weight]
-    return next(n for n in program.module.graph.nodes if n.op == "call_module" and placeholder in map(str, n.args))
+def _reader(program: Program, *weights: str) -> Node:
+    """The first region that reads one of these weights."""
+    placeholders = {program.weight_inputs[weight] for weight in weights}
+    return next(n for n in program.module.graph.nodes if n.op == "call_module" and placeholders & set(map(str, n.args)))
+
+
+def weights_of(wait: Node) -> tuple[str, ...]:
+    """The weights that a wait makes readable."""
+    return tuple(wait.args[1])  # type: ignore[arg-type]
 
 
 def _completions(program: Program) -> list[Node]:
@@ -68,7 +73,7 @@ def remove_a_wait(program: Program, rng: random.Random) -> Program | None:
 def wait_after_the_reader(program: Program, rng: random.Random) -> Program | None:
     if (node := _pick(program, rng, WAIT)) is None:
         return None
-    _reader(program, str(node.args[0])).append(node)
+    _reader(program, *weights_of(node)).append(node)
     return program
 
 
@@ -100,9 +105,9 @@ def forget_a_chunk(program: Program, rng: random.Random) -> Program | None:
 
 def prefetch_after_the_reader(program: Program, rng: random.Random) -> Program | None:
     node = _pick(program, rng, PREFETCH)
-    if node is None or (prefetch := prefetch_of(node)) is None or prefetch.next_step:
+    if node is None or (prefetch := prefetch_of(node)) is None or prefetch.copy.next_step:
         return None
-    _reader(program, prefetch.weight).append(node)
+    _reader(program, prefetch.copy.weight).append(node)
     return program
 
 
@@ -120,7 +125,7 @@ def prefetch_before_its_window(program: Program, rng: random.Random) -> Program 
 def prefetch_for_the_other_step(program: Program, rng: random.Random) -> Program | None:
     if (node := _pick(program, rng, PREFETCH)) is None:
         return None
-    node.args = (*node.args[:4], not (len(node.args) > 4 and node.args[4]))
+    node.args = (*node.args[:4], not node.args[4], node.args[5])
     return program
 
 
@@ -128,8 +133,42 @@ def prefetch_twice(program: Program, rng: random.Random) -> Program | None:
     node = _pick(program, rng, PREFETCH)
     if node is None or (prefetch := prefetch_of(node)) is None:
         return None
-    with program.module.graph.inserting_after(_reader(program, prefetch.weight)):
-        program.module.graph.call_function(PREFETCH, node.args)
+    with program.module.graph.inserting_after(_reader(program, prefetch.copy.weight)):
+        program.module.graph.call_function(PREFETCH, node.args, node.kwargs)
+    return program
+
+
+def drop_an_event(program: Program, rng: random.Random) -> Program | None:
+    """A copy waits for no opening, or its arrival is not recorded."""
+    found = [(n, name) for n in program.module.graph.nodes if n.target is PREFETCH for name in n.kwargs]
+    if not found:
+        return None
+    node, dropped = rng.choice(found)
+    node.kwargs = {name: event for name, event in node.kwargs.items() if name != dropped}
+    return program
+
+
+def swap_two_events(program: Program, rng: random.Random) -> Program | None:
+    """Of two copies, each records the arrival of the other, or each waits for the opening of the other's window."""
+    name = rng.choice(["after", "then"])
+    found = [n for n in program.module.graph.nodes if n.target is PREFETCH and name in n.kwargs]
+    if len(found) < 2:
+        return None
+    one, other = rng.sample(found, 2)
+    mine, its = one.kwargs[name], other.kwargs[name]
+    one.kwargs, other.kwargs = {**one.kwargs, name: its}, {**other.kwargs, name: mine}
+    return program
+
+
+def wait_on_another_stream(program: Program, rng: random.Random) -> Program | None:
+    """A lane waits for an arrival in place of compute: before the next copy, whose window is then not opened."""
+    nodes = list(program.module.graph.nodes)
+    found = [(n, p) for i, n in enumerate(nodes) if n.target is WAIT for p in nodes[i:] if p.target is PREFETCH]
+    if not found:
+        return None
+    node, prefetch = rng.choice(found)
+    prefetch.kwargs = {**prefetch.kwargs, "after": node.args[0]}
+    program.module.graph.erase_node(node)
     return program
 
 
@@ -187,9 +226,11 @@ def keep_every_chunk(program: Program, rng: random.Random) -> Program | None:
     """Keeps all of a weight in a slot of its own.  That is legal if its readers wait for it, and none of them does."""
     if (node := _pick(program, rng, WAIT)) is None:
         return None
-    name, graph = str(node.args[0]), program.module.graph
+    name, graph = weights_of(node)[0], program.module.graph
     for other in list(graph.nodes):
-        if other.target in (PREFETCH, WAIT) and other.args[0] == name:
+        if other.target is WAIT and name in weights_of(other):
+            other.args = (other.args[0], tuple(w for w in weights_of(other) if w != name))
+        if other.target is PREFETCH and other.args[0] == name:
             graph.erase_node(other)
     plan = program.plan
     weights = tuple(
@@ -276,6 +317,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     prefetch_before_its_window,
     prefetch_for_the_other_step,
     prefetch_twice,
+    drop_an_event,
+    swap_two_events,
+    wait_on_another_stream,
     remove_an_evict,
     evict_before_the_reader,
     another_slot,

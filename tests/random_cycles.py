@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from random_programs import Bench, Choices, Layer, PeersBench, Runs, Spec, choices, random_plan
 
 from chunkflow_compile.lowering.lower import lower_regions
-from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
@@ -96,7 +95,6 @@ class CycleBench(Runs):
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights."""
-        marks = arrivals(self.cycle)
-        state = self.states.setdefault(arena, ArenaContents(arena.streams, len(marks.marked)))
-        binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state, marks)
+        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.event_count))
+        binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)

@@ -25,7 +25,6 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pieces import parts, piece_bytes
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import Builder
-from chunkflow_compile.passes.placement.schedule import transfers
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.placement.windows import as_windows
@@ -272,5 +271,5 @@ def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan
         earliest = max(chunk.last + 1 - count, chunk.first - (chosen.reach or count))
         placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
     windows = as_windows(planner.chunks, placed, count)
-    hard = planner.barriers(transfers(problem, windows)) if chosen.hard else ()
+    hard = planner.barriers(planner.order.step(windows)) if chosen.hard else ()
     return Builder(planner, MACHINE, "chunkflow", inside).plan(windows, hard)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from chunkflow_compile.passes.cost.count import node_flops
 from chunkflow_compile.passes.graph.sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Wait
+from chunkflow_compile.passes.ops import Prefetch, Transfer
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Lane, Plan, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.step import Copy, Evict, Run, Start, Wait
 from chunkflow_compile.units import size
 
 from .lines import Line
@@ -87,20 +87,20 @@ class Annotator(FlopNotes):
     def note(self, line: Line) -> Note | None:
         """The note on a line, None if the line costs nothing."""
         item = line.item
-        if isinstance(item, Compute):
+        if isinstance(item, Run):
             cost = self.problem.regions[item.region].cost
             region = self.problem.regions[item.region].name
             seconds = self._seconds("compute", region, self.simulator.compute_s[item.region])
             return Note(cost_s=seconds, window=item.region, said=_flops(cost.flops))
-        if isinstance(item, Collect):
+        if isinstance(item, Start):
             collective = self.problem.collectives[item.collective]
             uncontended_s = self.simulator.collective_s[item.collective]
             seconds = self._seconds("collective", collective.name, uncontended_s)
             more = seconds - uncontended_s
             said = f"{fine(more)} of it by copies" if more > 1e-8 and self.same else ""
             return Note(cost_s=seconds, nbytes=collective.nbytes, said=said)
-        if isinstance(item, (Prefetch, Wait, Evict)):
-            return self._transfer(item)
+        if isinstance(item, Prefetch | Wait | Evict):
+            return self._transfer(item, line.barrier)
         if line.weight in self.sizes:
             return self._weight(line.weight)
         return super().note(line)
@@ -113,34 +113,42 @@ class Annotator(FlopNotes):
         span = self.spans.get((lane, name))
         return uncontended_s if span is None else span.end - span.start
 
-    def _transfer(self, item: Prefetch | Wait | Evict) -> Note | None:
-        weight = self.weights.get(item.weight)
+    def _transfer(self, item: Transfer, barrier: bool) -> Note | None:
+        if isinstance(item, Wait):
+            return self._wait(item, barrier)
+        weight = self.weights.get(item.weight if isinstance(item, Evict) else item.copy.weight)
         if weight is None or weight.offset is None or self.plan is None:
             return None
         if isinstance(item, Evict):
             return Note(slot=weight.offset, said="free")
-        if isinstance(item, Wait):
-            said = "held back until it is there" if item.barrier else ""
-            return Note(slot=weight.offset, slack_s=None if item.barrier else weight.slack_s, said=said)
-        begin, end = self.plan.span(weight, item.first, item.end)
+        copy = item.copy
+        begin, end = self.plan.span(weight, copy.first, copy.end)
         return Note(
             cost_s=self._seconds(
-                self.plan.lane(item.weight),
-                _copied(item),
-                self.simulator.copy_seconds(item.weight, item.first, item.end),
+                copy.stream, _copied(copy), self.simulator.copy_seconds(copy.weight, copy.first, copy.end)
             ),
-            window=item.window,
+            window=copy.window,
             slot=weight.offset + begin,
             nbytes=end - begin,
-            slack_s=self._slack(item, weight.first_use),
+            slack_s=self._slack(copy, weight.first_use),
             late="late",
         )
 
-    def _slack(self, item: Prefetch, reader: int) -> float | None:
+    def _wait(self, item: Wait, barrier: bool) -> Note | None:
+        """The note on a wait: the slot of its weight, if it is one, and the least slack."""
+        weights = [w for name in item.weights if (w := self.weights.get(name)) is not None and w.offset is not None]
+        if not weights:
+            return None
+        slot = weights[0].offset if len(weights) == 1 else None
+        if barrier:
+            return Note(slot=slot, said="held back until it is there")
+        return Note(slot=slot, slack_s=min((w.slack_s for w in weights if w.slack_s is not None), default=None))
+
+    def _slack(self, item: Copy, reader: int) -> float | None:
         """Seconds from the arrival of a copy until compute reaches its reader, which may be in the next step."""
         if self.plan is None or self.plan.predicted is None:
             return None
-        copy = self.spans.get((self.plan.lane(item.weight), _copied(item)))
+        copy = self.spans.get((item.stream, _copied(item)))
         if copy is None:
             return None
         later = item.next_step and copy.end >= self.starts[item.window]  # else it arrives in the step that reads it
@@ -156,7 +164,7 @@ class Annotator(FlopNotes):
         )
 
 
-def _copied(item: Prefetch) -> str:
+def _copied(item: Copy) -> str:
     """The name of a copy among the spans of a plan."""
     return span_name(item.weight, item.first, item.end)
 

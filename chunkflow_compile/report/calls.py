@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.cycle import Cycle, border, prefetches
+from chunkflow_compile.passes.step import Copy
 from chunkflow_compile.units import size
 
 
@@ -34,7 +34,6 @@ def call_figures(cycle: Cycle) -> Iterator[CallFigures]:
     plan = cycle.plan
     first = {w.name: w.first_use for w in plan.streamed}
     ends = [*cycle.starts[1:], len(plan.regions)]
-    ops = {node: op for _, node, op in cycle.prefetches}
     for number, (begin, end, program) in enumerate(zip(cycle.starts, ends, cycle.calls, strict=True)):
         fetched = [op for _, op in prefetches(program)]
         own = [op for op in fetched if not op.next_step and begin <= first[op.weight] < end]
@@ -44,7 +43,7 @@ def call_figures(cycle: Cycle) -> Iterator[CallFigures]:
             windows=end - begin,
             own_bytes=_copied_bytes(plan, own),
             ahead_bytes=_copied_bytes(plan, fetched) - _copied_bytes(plan, own),
-            jump_bytes=_copied_bytes(plan, [ops[node] for node in border(cycle, number).prefetches]),
+            jump_bytes=_copied_bytes(plan, [op.copy for op in border(cycle, number).prefetches]),
         )
 
 
@@ -54,6 +53,6 @@ def calls_table(calls: Sequence[CallFigures]) -> str:
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
-def _copied_bytes(plan: Plan, ops: Sequence[Prefetch]) -> int:
+def _copied_bytes(plan: Plan, ops: Sequence[Copy]) -> int:
     weights = {w.name: w for w in plan.streamed}
     return sum(plan.nbytes(weights[op.weight], op.first, op.end) for op in ops)

@@ -14,20 +14,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import input_key
-from chunkflow_compile.passes.graph.listing import node_text, prefetch_text, target_name
+from chunkflow_compile.passes.graph.listing import node_text, target_name, transfer_text
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
-from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.ops import Prefetch, Transfer, folded, transfer_of
 from chunkflow_compile.passes.pipeline import Stage
-from chunkflow_compile.passes.placement.schedule import (
-    Collect,
-    Compute,
-    Evict,
-    ScheduleItem,
-    Transfers,
-    Wait,
-    transfers,
-)
-from chunkflow_compile.passes.program.rewrite import program_items
+from chunkflow_compile.passes.program.rewrite import Program, issued
+from chunkflow_compile.passes.step import Evict, Finish, Op, Run, Start, Step, Wait, order_of, transfers
 
 PROOF, INPUTS = "proof", "inputs"
 
@@ -38,7 +30,8 @@ class Line:
 
     ``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, the inputs of a block, or a block; empty
     outside blocks.  ``like``: the line without names, empty for transfers; parts have equal structure if ``like`` and
-    the wiring of ``defines`` and ``uses`` are equal.  ``weight``: the weight that an input holds.
+    the wiring of ``defines`` and ``uses`` are equal.  ``weight``: the weight that an input holds.  ``barrier``: whether it
+    is a wait before a collective.
     """
 
     text: str
@@ -47,9 +40,10 @@ class Line:
     like: str = ""
     defines: str = ""
     uses: tuple[str, ...] = ()
-    item: ScheduleItem | None = None
+    item: Transfer | Run | Start | Finish | None = None
     node: Node | None = None
     weight: str = ""
+    barrier: bool = False
 
 
 def stage_lines(stage: Stage) -> list[Line]:
@@ -57,11 +51,8 @@ def stage_lines(stage: Stage) -> list[Line]:
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
     if stage.cut is not None:
-        ops = None
-        if stage.plan is not None:
-            windows = {w.name: w.windows for w in stage.plan.streamed}
-            ops = transfers(stage.cut.problem, windows, stage.plan.barriers)
-        return list(_regions(stage.cut, ops))
+        step = () if stage.plan is None else order_of(stage.cut.problem, stage.plan)
+        return list(_regions(stage.cut, step))
     return list(_graph_lines(stage))
 
 
@@ -90,7 +81,8 @@ def _graph_lines(stage: Stage) -> Iterator[Line]:
             yield _node_line(node, blocks.get(node, ""))
 
 
-def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
+def _regions(cut: Cut, step: Step) -> Iterator[Line]:
+    before, after = transfers(step)
     weights = {w.node: w.parameter for w in cut.discovery.weights}
     first_reader = {n: r.info.block for r in reversed(cut.regions) for n in r.inputs}
     for node in cut.source.graph.nodes:
@@ -110,30 +102,29 @@ def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
     following = 0
     for item in cut.sequence:
         if isinstance(item, CutRegion):
-            yield from _region(item, ops)
+            yield from _region(item, before, after)
             following = item.info.index + 1
             continue
-        if item.name in collectives and ops is not None:
-            held = ops.barriers.get(item.name, ())
-            yield from (_transfer(Wait(w, barrier=True), blocks[following]) for w in held)
-        collect = Collect(collectives[item.name]) if item.name in collectives else None
-        yield _node_line(item, blocks[following], collect)
+        start = Start(collectives[item.name]) if item.name in collectives else None
+        held = before.get(start, ()) if start is not None else ()
+        yield from (_transfer(op, blocks[following], barrier=True) for op in folded(held))
+        yield _node_line(item, blocks[following], start)
     (output,) = cut.source.graph.find_nodes(op="output")
     yield _node_line(output, "")
 
 
-def _region(region: CutRegion, ops: Transfers | None) -> Iterator[Line]:
-    info, index = region.info, region.info.index
-    if ops is not None:
-        yield from (_transfer(op, info.block) for op in ops.prefetches.get(index, ()))
-        yield from (_transfer(Wait(w), info.block) for w in ops.waits.get(index, ()))
+def _region(
+    region: CutRegion, before: Mapping[Op, Sequence[Op]], after: Mapping[Op, Sequence[Evict]]
+) -> Iterator[Line]:
+    info, run = region.info, Run(region.info.index)
+    yield from (_transfer(op, info.block) for op in folded(before.get(run, ())))
     inputs = ", ".join(n.name for n in region.inputs)
     where = info.block or "outside blocks"
     yield Line(
         text=f"# {info.name}({inputs}): {where}, {info.nodes} ops, key {info.key}",
         part=info.block,
         like=info.key,
-        item=Compute(index),
+        item=run,
     )
     taken = zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
     names = {inside: outside.name for inside, outside in taken}
@@ -141,8 +132,7 @@ def _region(region: CutRegion, ops: Transfers | None) -> Iterator[Line]:
         if node.op not in ("placeholder", "output"):
             line = _node_line(node, info.block)
             yield replace(line, text=node_text(node, names), uses=_uses(node, names))
-    if ops is not None:
-        yield from (_transfer(Evict(w), info.block) for w in ops.evicts.get(index, ()))
+    yield from (_transfer(op, info.block) for op in after.get(run, ()))
 
 
 def _program_lines(stage: Stage) -> Iterator[Line]:
@@ -153,23 +143,33 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
     at, computed = 0, False  # the current region; after its evicts, the lines of the next one begin
-    for node, item in program_items(program):
+    for node, item, barrier in _items(program):
         if node.op == "placeholder":
             name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")
             yield from _input(node, name, block, "packed" if name in packed else "")
             continue
         if computed and not isinstance(item, Evict) and (item is not None or node.op == "output"):
             at, computed = at + 1, False
-        if isinstance(item, Compute):
+        if isinstance(item, Run):
             at, computed = item.region, True
         part = INPUTS if node.op == "get_attr" else blocks[at]
-        if isinstance(item, (Prefetch, Wait, Evict)):
-            yield _transfer(item, part)
-        elif isinstance(item, Compute):
+        if isinstance(item, Prefetch | Wait | Evict):
+            yield _transfer(item, part, barrier)
+        elif isinstance(item, Run):
             line = _node_line(node, part, item)
             yield replace(line, op="region", like=regions[at].key)
         else:
             yield _node_line(node, part, item)
+
+
+def _items(program: Program) -> Iterator[tuple[Node, Transfer | Run | Start | Finish | None, bool]]:
+    """Every node of a program with what it does, and whether it waits before a collective."""
+    found = [(node, transfer_of(node) or next(iter(ops), None)) for node, ops in issued(program)]
+    barriers, barrier = set[Node](), False
+    for node, item in reversed(found):
+        barrier = barrier if isinstance(item, Wait) else isinstance(item, Start)
+        barriers |= {node} if barrier else set()
+    return ((node, item, node in barriers) for node, item in found)
 
 
 def _input(node: Node, weight: str, block: str, note: str) -> Iterator[Line]:
@@ -180,7 +180,7 @@ def _input(node: Node, weight: str, block: str, note: str) -> Iterator[Line]:
         yield replace(line, weight=weight, text=text)
 
 
-def _node_line(node: Node, part: str, item: ScheduleItem | None = None) -> Line:
+def _node_line(node: Node, part: str, item: Run | Start | Finish | None = None) -> Line:
     op = "" if node.op in ("placeholder", "get_attr", "output") else target_name(node)
     return Line(
         text=node_text(node),
@@ -201,8 +201,6 @@ def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...
     return tuple(operands)
 
 
-def _transfer(op: Prefetch | Wait | Evict, part: str) -> Line:
-    if isinstance(op, Prefetch):
-        return Line(text=prefetch_text(op), op="prefetch", part=part, item=op)
-    name = "wait" if isinstance(op, Wait) else "evict"
-    return Line(text=f"{name}({op.weight!r})", op=name, part=part, item=op)
+def _transfer(op: Transfer, part: str, barrier: bool = False) -> Line:
+    name = "prefetch" if isinstance(op, Prefetch) else "wait" if isinstance(op, Wait) else "evict"
+    return Line(text=transfer_text(op), op=name, part=part, item=op, barrier=barrier)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.placement.schedule import Compute
+from chunkflow_compile.passes.step import Run
 from chunkflow_compile.units import size
 
 from .annotate import HEADER, FlopNotes
@@ -78,7 +78,7 @@ def _equal_parts(parts: Iterable[_Part]) -> list[list[_Part]]:
 
 
 def _heading(part: _Part) -> list[str]:
-    regions = [line.item.region for line in part.lines if isinstance(line.item, Compute)]
+    regions = [line.item.region for line in part.lines if isinstance(line.item, Run)]
     if not regions:
         return []
     numbers = f"region {regions[0]}" if len(regions) == 1 else f"regions {regions[0]} to {regions[-1]}"
@@ -99,7 +99,7 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) 
     if annotator is None:
         return head
     notes = [[(line, note) for line in part.lines if (note := annotator.note(line))] for part in others]
-    said = [_range([sum(n.cost_s or 0.0 for i, n in noted if isinstance(i.item, Compute)) for noted in notes])]
+    said = [_range([sum(n.cost_s or 0.0 for i, n in noted if isinstance(i.item, Run)) for noted in notes])]
     copied = [sum(n.nbytes or 0 for i, n in noted if isinstance(i.item, Prefetch)) for noted in notes]
     if any(copied):
         low, high = size(min(copied)), size(max(copied))

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT
-from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
@@ -88,7 +87,6 @@ class Binding:
     weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
     ``state``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
-    ``marks``: the marks of the copies, if they were computed already.
     """
 
     arena: Arena
@@ -96,7 +94,6 @@ class Binding:
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, Source]
     state: ArenaContents | None = None
-    marks: Arrivals | None = None
 
 
 class Arena:
@@ -156,7 +153,6 @@ class Arena:
         owner: Owner,
         cycle: Cycle,
         buffers: Mapping[str, HostBuffer],
-        marks: Arrivals,
         *,
         pin_bytes: int | None,
         advice: Callable[[], str],
@@ -182,11 +178,11 @@ class Arena:
         hosts = {name: buffers[name].source for name in slots}
         weights = tuple((name, id(buffers[name])) for name in slots)
         # cycles with the same placement of the same weights share what lies in the memory
-        placement = plan.placement, cycle.problem.structure, cycle.starts, marks.order, weights
+        placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = ArenaContents(self.streams, len(marks.marked))
-        return Binding(self, values, slots, hosts, state, marks)
+            state = self._states[placement] = ArenaContents(self.streams, cycle.event_count)
+        return Binding(self, values, slots, hosts, state)
 
     def keep(
         self, owner: Owner, buffers: Collection[HostBuffer], advice: Callable[[], str]

@@ -9,22 +9,21 @@ class ArenaContents:
     """The chunks in the memory, for one placement of weights.  Programs with the same placement share it, and the programs
     of a cycle.
 
-    ``arrived``: an event for each mark of the copies.
+    ``events``: by their numbers in the step: the openings of windows and the arrivals of copies.
     ``next_call``: the call of the cycle for which the chunks are in order, None while a call runs.  ``measured``: whether the
     calls of the current pass are measured; ``measurement_requested``: by :meth:`Device.measure`.  ``versions``: name of a
     weight -> the version of its values in the memory when a call begins.
     """
 
-    def __init__(self, device: Device, marks: int) -> None:
-        self.arrived = [device.event() for _ in range(marks)]
+    def __init__(self, device: Device, events: int) -> None:
+        self.events = [device.event() for _ in range(events)]
         self.next_call: int | None = None
         self.measured = True
         self.measurement_requested = False
         self.versions: dict[str, int] = {}
         self._call_count = 0
-        self._last_end: tuple[int, float] | None = (
-            None  # the newest measured call by its number, and the time of its end
-        )
+        # the newest measured call by its number, and the time of its end
+        self._last_end: tuple[int, float] | None = None
 
     def begin_pass(self, measured: bool, requested: bool) -> None:
         self.measured, self.measurement_requested = measured, requested

@@ -15,7 +15,6 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals, arrivals_at
 from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
@@ -65,7 +64,6 @@ class BoundCycle:
         self.times = Passes(cycle)
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
-        self._marks = arrivals(cycle)
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
@@ -211,33 +209,30 @@ class BoundCycle:
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
 
     def _make(self, call: CallSite, number: int) -> Executor:
-        cycle, marks, placed = self.cycle, self._marks, self.calls[number]
+        cycle, placed = self.cycle, self.calls[number]
         names = self._names(call, number)
         # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
         # projections of queries and keys may
         if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
-            program, marks = self._program(call, number, placed)
-            cycle = cycle.at(number, program)
-        binding = replace(self._bound(call), marks=marks)
+            cycle = cycle.at(number, self._program(call, number, placed))
         file = partial(self.times.add, number, call.measured, call.counts)
         run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
-        return Executor(cycle.calls[number], run, binding, poison, cycle, file, self._versions, captures)
+        return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
 
-    def _program(self, call: CallSite, number: int, placed: Call) -> tuple[Program, Arrivals]:
-        """The program of a call of another graph or for other sizes, and the marks of its transfers."""
+    def _program(self, call: CallSite, number: int, placed: Call) -> Program:
+        """The program of a call of another graph or for other sizes."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
-        earlier = [(self.cycle.calls[number], self._marks, self.calls[number].cut)]
-        earlier += [(e.program, e.marks, other.code.cut) for other, e in [*self._executors[number].items()]]
-        for program, marks, cut in earlier:
+        earlier = [(self.cycle.calls[number], self.calls[number].cut)]
+        earlier += [(e.program, other.code.cut) for other, e in [*self._executors[number].items()]]
+        for program, cut in earlier:
             # the graph at other sizes: the same ops on the same weights
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
-                return replace(program, problem=placed.problem()), marks
+                return replace(program, problem=placed.problem())
         program = rewritten(self.cycle, number, placed, share="sharing" not in call.code.settings.disabled)
-        marks = arrivals_at(self.cycle, self._marks, number, program)
         if call.code.verified:
-            verify_call(self.cycle, number, program, self._marks, marks, self._proved)
-        return program, marks
+            verify_call(self.cycle, number, program, self._proved)
+        return program
 
     def _names(self, call: CallSite, number: int) -> dict[str, str]:
         """The names in the cycle of the weights of a call.  A buffer has several if parameters were tied after compiling."""
@@ -258,7 +253,7 @@ class BoundCycle:
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
             self._binding = self.arena.bind(
-                self, self.cycle, buffers, self._marks, pin_bytes=call.code.pin_bytes, advice=self._advice
+                self, self.cycle, buffers, pin_bytes=call.code.pin_bytes, advice=self._advice
             )
         return self._binding
 

@@ -1,11 +1,11 @@
 """The executor: issues the nodes of a program, in program order, to the streams of a device.
 
-Only these events order the streams:
+Only these events order the streams.  The first two are in the program, as arguments of its nodes:
 
 * the opening of a window, recorded on the compute stream after the last reader of the bytes that its chunks overwrite
   (``verify`` proves that); the chunks wait for it;
-* the arrival of a region's weights, recorded on the copy stream after the newest chunk issued for any of them; the
-  region waits for it;
+* the arrival of a region's weights, recorded in a lane after the newest chunk issued for any of them; the region waits
+  for it;
 * the handover of the arena, recorded on the compute stream after whatever ran in the arena before; the first copies of
   a cold start or a jump wait for it; if a jump leads between the wait for a weight and its last reader, compute waits for
   these copies;
@@ -30,7 +30,6 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import MOVES
-from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.cycle import Cycle, border
 from chunkflow_compile.passes.program.reads import reads_from
@@ -232,7 +231,8 @@ class Executor(OnDevice):
         for weight, target, source in start.kept:
             moves = self.cycle.plan.lane(weight)
             self.copy(step, [(target, source, f"keep {weight}")], moves)
-            self.mark(self.marks.marked.get(weight), moves)
+            for event in self.cycle.kept_events.get(weight, ()):
+                self.arrived(event, moves)
             step.cost.add_copies(source.numel())
         for _, issue in start.prefetches:
             issue(step)
@@ -295,8 +295,7 @@ class Executor(OnDevice):
         """What a cold start here copies, made when it is first needed: few calls of a cycle ever begin one."""
         if self._start is None:
             here = border(self.cycle, self.call)
-            ops = [(p, n) for n in here.prefetches if (p := prefetch_of(n))]
-            prefetches = [(p.weight, fetched(self, [prefetch(self, p, n)])) for p, n in ops]
+            prefetches = [(p.copy.weight, fetched(self, [prefetch(self, p)])) for p in here.prefetches]
             reads = reads_from(self.cycle, self.call, here, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
             self._start = _Start(list(self._kept()), prefetches, here.waits, ReadOrder(first, repeated, reads.begin))

@@ -14,12 +14,14 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.names import Moves
-from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
+from chunkflow_compile.passes.ops import Prefetch, transfer_of
 from chunkflow_compile.passes.plan import runs
-from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
+from chunkflow_compile.passes.step import Copy as CopyOp
+from chunkflow_compile.passes.step import Evict
+from chunkflow_compile.passes.step import Wait as WaitOp
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import DriveBytes
 
@@ -96,12 +98,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The copies of a prefetch, in the lane ``moves``.  ``arrival``: the number of the mark after them, None for none.
-    ``opens``: whether its window opens before them."""
+    """The copies of a prefetch, in the lane ``moves``.  ``after``: the event for which the lane waits before them, or None.
+    ``then``: the event that it records after them, or None.  ``opens``: whether compute records ``after`` before."""
 
     copies: Sequence[Copy]
     moves: Moves
-    arrival: int | None
+    after: int | None = None
+    then: int | None = None
     opens: bool = False
 
 
@@ -130,8 +133,7 @@ class OnDevice:
         self.device = device = device or binding.arena.streams
         self.binding = binding
         self.poison = poison
-        self.marks = binding.marks or arrivals(cycle)
-        self.state = binding.state or ArenaContents(device, len(self.marks.marked))
+        self.state = binding.state or ArenaContents(device, cycle.event_count)
         self.traffic = Traffic()
         pulled = program.plan.pulled  # one of them that has no pieces any more is read as it is copied
         self.on_drive = frozenset(
@@ -140,7 +142,7 @@ class OnDevice:
         if pulled:
             device.lane("pull")  # now, because a step makes no stream
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
-        self.opening, self.started, self.ended = device.event(), device.event(), device.event()
+        self.started, self.ended = device.event(), device.event()
 
     def copy(self, step: Step, copies: Sequence[Copy], moves: Moves) -> None:
         """Enqueue copies of a step in a lane."""
@@ -152,10 +154,9 @@ class OnDevice:
             work = partial(self.device.copy_bytes, target, source, moves)
             lane.run(work, self.traffic.copy(source.numel(), moves), name)
 
-    def mark(self, number: int | None, moves: Moves) -> None:
-        """Record an arrival after a copy in a lane, if a region waits for it."""
-        if number is not None:
-            self.device.lane(moves).record(self.state.arrived[number])
+    def arrived(self, event: int, moves: Moves) -> None:
+        """Record an arrival after a copy in a lane."""
+        self.device.lane(moves).record(self.state.events[event])
 
 
 def instructions(on: OnDevice) -> Iterator[Issue]:
@@ -174,8 +175,8 @@ def instructions(on: OnDevice) -> Iterator[Issue]:
             fetches = []
         if isinstance(issue, Compute):
             works.append(issue)
-        elif isinstance(issue, Fetch):  # of a window in parts, the first may have been in another lane only
-            fetches.append(issue if fetches else replace(issue, opens=True))
+        elif isinstance(issue, Fetch):
+            fetches.append(issue)
         else:
             yield issue
     if works:
@@ -192,16 +193,16 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
     program = on.program
     windows = len(program.problem.regions)
     number = {node.name: i for node, i in on.number.items()}
-    opened: int | None = None
+    opened = set[int]()
     window = 0  # the region that runs next
     for node in program.module.graph.nodes:
         if node.op == "placeholder":
             continue
         issue = _issue(on, node, min(window, windows - 1))
         window += node.op == "call_module"
-        if isinstance(issue, Fetch) and (op := prefetch_of(node)) is not None:
-            issue = replace(issue, opens=op.window != opened)
-            opened = op.window
+        if isinstance(issue, Fetch) and issue.after is not None:
+            issue = replace(issue, opens=issue.after not in opened)
+            opened.add(issue.after)
         if issue is not None:
             yield issue
         if window < windows and (values := program.releases.get(node.name)):
@@ -230,13 +231,13 @@ def _compute(on: OnDevice, taken: Sequence[Compute]) -> Issue:
 def _issue(on: OnDevice, node: Node, window: int) -> Issue | Compute | Fetch | None:
     """What issues a node, or its work or copies; None if another event, or the order of a stream, does its work."""
     function: Any = node.target
-    if (op := prefetch_of(node)) is not None:
-        return prefetch(on, op, node)
-    if node.target is WAIT:
-        awaited = on.marks.awaited.get(node)
-        return None if awaited is None else partial(_wait, on, on.state.arrived[awaited], window)
-    if node.target is EVICT:
-        return _evict(on, str(node.args[0]))
+    transfer = transfer_of(node)
+    if isinstance(transfer, Prefetch):
+        return prefetch(on, transfer)
+    if isinstance(transfer, WaitOp):
+        return partial(_wait, on, on.state.events[transfer.event], window)
+    if isinstance(transfer, Evict):
+        return _evict(on, transfer.weight)
     if node.op == "get_attr":
         constant = getattr(on.program.module, str(node.target))
         return _call(on, node, lambda: constant)
@@ -274,44 +275,49 @@ def _region(on: OnDevice, node: Node, window: int) -> Compute:
     return Compute(work, window, " ".join(w for w in (node.name, *named) if w))
 
 
-def prefetch(on: OnDevice, op: Prefetch, node: Node) -> Fetch:
-    """The copies of a prefetch, and the mark of their arrival."""
-    slot, host = on.binding.slots[op.weight], on.binding.hosts[op.weight]
+def prefetch(on: OnDevice, op: Prefetch) -> Fetch:
+    """The copies of a prefetch, with their events."""
+    chunks = op.copy
+    slot, host = on.binding.slots[chunks.weight], on.binding.hosts[chunks.weight]
     size = on.program.plan.chunk_bytes
-    span = slice(op.first * size, op.end * size)  # adjacent chunks of one window are one copy
-    source = reading(on, op) if op.weight in on.on_drive else host[span]
-    name = f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
-    return Fetch([(slot[span], source, name)], on.program.plan.lane(op.weight), on.marks.marked.get(node))
+    span = slice(chunks.first * size, chunks.end * size)  # adjacent chunks of one window are one copy
+    source = reading(on, chunks) if chunks.weight in on.on_drive else host[span]
+    name = f"prefetch {chunks.weight}[{chunks.first}:{chunks.end}] window {chunks.window}"
+    return Fetch([(slot[span], source, name)], chunks.stream, op.after, op.then)
 
 
 def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
-    """A function that issues the copies of a window, each run of them in a lane up to a mark as one."""
-    parts, copies = list[tuple[Sequence[Copy], Moves, int | None]](), dict[Moves, list[Copy]]()
+    """A function that issues the copies of a window, each run of them in a lane between two events as one."""
+    parts, begun = list[Fetch](), dict[Moves, Fetch]()
     for fetch in fetches:
-        copies.setdefault(fetch.moves, []).extend(fetch.copies)
-        if fetch.arrival is not None:
-            parts.append((copies.pop(fetch.moves), fetch.moves, fetch.arrival))
-    parts += [(rest, moves, None) for moves, rest in copies.items()]
-    lanes = dict.fromkeys(moves for _, moves, _ in parts) if fetches[0].opens else {}
-    moved = [copy for copies, _, _ in parts for copy in copies]
+        if fetch.after is not None and (before := begun.pop(fetch.moves, None)) is not None:
+            parts.append(before)
+        before = begun.get(fetch.moves, replace(fetch, copies=()))
+        begun[fetch.moves] = replace(before, copies=(*before.copies, *fetch.copies), then=fetch.then)
+        if fetch.then is not None:
+            parts.append(begun.pop(fetch.moves))
+    parts += begun.values()
+    opening = next((on.state.events[f.after] for f in fetches if f.opens and f.after is not None), None)
+    moved = [copy for part in parts for copy in part.copies]
     nbytes = sum(target.numel() for target, _, _ in moved)
     pulled = sum(source.from_others for _, source, _ in moved if isinstance(source, Pieces))
 
     def issue(step: Step) -> None:
-        if lanes:
-            on.device.compute.record(on.opening)
-        for moves in lanes:
-            on.device.lane(moves).wait(on.opening)
-        for copies, moves, arrival in parts:
-            on.copy(step, copies, moves)
-            on.mark(arrival, moves)
+        if opening is not None:
+            on.device.compute.record(opening)
+        for part in parts:
+            if part.after is not None:
+                on.device.lane(part.moves).wait(on.state.events[part.after])
+            on.copy(step, part.copies, part.moves)
+            if part.then is not None:
+                on.arrived(part.then, part.moves)
         step.cost.add_copies(nbytes, pulled)
 
     return issue
 
 
-def reading(on: OnDevice, op: Prefetch) -> Reading:
-    """The bytes of a prefetch as the reader of the drive brings them."""
+def reading(on: OnDevice, op: CopyOp) -> Reading:
+    """The bytes of a copy as the reader of the drive brings them."""
     source, size = on.binding.hosts[op.weight], on.program.plan.chunk_bytes
     assert isinstance(source, DriveBytes)
     return Reading(on.binding.arena.reader, source[op.first * size : op.end * size])

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.placement.schedule import Join
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
-from chunkflow_compile.passes.program.rewrite import Program, program_items
+from chunkflow_compile.passes.program.rewrite import Program, ops_of
+from chunkflow_compile.passes.step import joined
 from chunkflow_compile.report.record import ArmRecord
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
     """Simulate a program node by node, independently of what its plan predicts."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
-    items = [item for _, item in program_items(program) if item is not None]
-    return simulator.play([*items, Join()] if program.plan.joins else items)
+    step = ops_of(program)
+    return simulator.play(joined(step) if program.plan.joins else step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,15 @@ equal blocks is no shorter by that, and more of them are on the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.policies import block_regions
-from chunkflow_compile.passes.placement.schedule import Compute, Evict, ScheduleItem, Transfers, Wait, schedule
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem, Weight
+from chunkflow_compile.passes.step import Copy, Evict, Op, Order, Record, Run, Wait
 
 from .arms import PlayedStep
 
@@ -40,18 +40,17 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
     ends = {last: b for b, (_, last) in enumerate(blocks)}
     copied = tuple(w for group in groups for w in group)
     played = replace(problem, weights=copied)
-    items: list[ScheduleItem] = [Prefetch(w.name, 0, 1, 0, False) for w in groups[0]] if groups else []
-    for item in schedule(played, Transfers(prefetches={}, waits={}, evicts={}, barriers={})):
-        block = begins.get(item.region) if isinstance(item, Compute) else None
+    ops = list(_copied(groups[0], 0)) if groups else []
+    for op in Order(played).step({}):
+        block = begins.get(op.region) if isinstance(op, Run) else None
         if block is not None:
-            items += [Wait(w.name) for w in groups[block]]
-            after = groups[block + 1] if block + 1 < len(groups) else ()
-            items += [Prefetch(w.name, 0, 1, blocks[block][0], False) for w in after]
-        items.append(item)
-        if isinstance(item, Compute) and item.region in ends:
-            items += [Evict(w.name) for w in groups[ends[item.region]]]
+            ops += [Wait("compute", block, tuple(w.name for w in groups[block]))] if groups[block] else []
+            ops += _copied(groups[block + 1], block + 1) if block + 1 < len(groups) else ()
+        ops.append(op)
+        if isinstance(op, Run) and op.region in ends:
+            ops += [Evict(w.name) for w in groups[ends[op.region]]]
     simulator = Simulator(played, hardware, max((w.nbytes for w in copied), default=1))
-    timeline = simulator.play(items)
+    timeline = simulator.play(tuple(ops))
     moving_s = there_and_back_s(outside, hardware)
     return PlayedStep(
         timeline=replace(
@@ -60,6 +59,12 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
         device_bytes=outside + max((a + b for a, b in pairwise([*sizes, 0])), default=0),
         moved_bytes=problem.total_bytes,
     )
+
+
+def _copied(group: Sequence[Weight], block: int) -> Iterator[Op]:
+    """The copies of a block, and the mark that it awaits."""
+    yield from (Copy("copy", w.name, 0, 1, 0) for w in group)
+    yield Record("copy", block)
 
 
 def there_and_back_s(nbytes: int, hardware: Hardware) -> float:

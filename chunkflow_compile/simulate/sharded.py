@@ -16,18 +16,16 @@ it.  Not counted are the copies on the device around a gather and the host's wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Moves, Sharded
-from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.policies import block_regions
-from chunkflow_compile.passes.placement.resources import Transfer
-from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, ScheduleItem, Transfers, schedule
-from chunkflow_compile.passes.placement.timeline import Run, Simulator
+from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
 from chunkflow_compile.passes.problem import Collective, Problem
+from chunkflow_compile.passes.step import Copy, Finish, Op, Order, Run, Start, Step
 
 from .arms import PlayedStep
 
@@ -62,37 +60,36 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
         for b, (first, shard) in enumerate(zip(begins, shards, strict=True))
     )
     played = replace(problem, weights=copied, collectives=(*problem.collectives, *gathers))
-    nothing = Transfers(prefetches={}, waits={}, evicts={}, barriers={})
-    items = list[ScheduleItem]()
-    for item in schedule(played, nothing):
-        if isinstance(item, Collect) and item.collective >= given:
+    ops = list[Op]()
+    for op in Order(played).step({}):
+        if isinstance(op, Start) and op.collective >= given:
             continue  # issued where the block before its own begins, or when its shard has arrived
-        if isinstance(item, Compute) and item.region in begins:
-            after = (begins.index(item.region) + 1) % len(begins)
-            copy = Prefetch(f"shard_{after}", 0, 1, item.region, next_step=not after)
-            items.append(Collect(given + after) if way == "fsdp" else copy)
-        items.append(item)
+        if isinstance(op, Run) and op.region in begins:
+            after = (begins.index(op.region) + 1) % len(begins)
+            copy = Copy("copy", f"shard_{after}", 0, 1, op.region, next_step=not after)
+            ops.append(Start(given + after) if way == "fsdp" else copy)
+        ops.append(op)
     simulator = Simulator(played, hardware, max(shards))
     shard_of = {given + b: "" if way == "fsdp" else f"shard_{b}" for b in range(len(blocks))}
     kept = sum(shards) if way == "fsdp" else 0
     return PlayedStep(
-        timeline=_Gathering(simulator, items, shard_of).play(),
+        timeline=_Gathering(simulator, tuple(ops), shard_of).play(),
         device_bytes=2 * max(sizes) + kept + problem.total_bytes - sum(sizes),
         moved_bytes=sum(sizes),
     )
 
 
-class _Gathering(Run):
-    """A schedule in which compute awaits gathers, and a gather whose shard is copied is issued when that has arrived."""
+class _Gathering(Playback):
+    """A step in which compute awaits gathers, and a gather whose shard is copied is issued when that has arrived."""
 
-    def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], shard_of: Mapping[int, str]) -> None:
+    def __init__(self, simulator: Simulator, step: Step, shard_of: Mapping[int, str]) -> None:
         """``shard_of``: index of each gather -> the shard that it waits for, empty if it lies on the device."""
-        super().__init__(simulator, items, spans=False)
+        super().__init__(simulator, step, spans=False)
         self.shard_of = shard_of
         self.gather_of = {shard: gather for gather, shard in shard_of.items()}
 
-    def _run(self, item: ScheduleItem | Transfer) -> None:
-        if not isinstance(item, Await) or item.collective not in self.shard_of:
+    def _run(self, item: Played) -> None:
+        if not isinstance(item, Finish) or item.collective not in self.shard_of:
             super()._run(item)
             return
         reached = self.now
@@ -104,7 +101,7 @@ class _Gathering(Run):
     def _end_copy(self, moves: Moves) -> None:
         shard = self.lanes[moves].ops[0].op.weight
         super()._end_copy(moves)
-        super()._run(Collect(self.gather_of[shard]))
+        super()._run(Start(self.gather_of[shard]))
 
 
 def _block_bytes(problem: Problem) -> list[int]:

@@ -20,7 +20,6 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
-from chunkflow_compile.passes.placement.schedule import schedule, transfers
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.passes.problem import Problem
@@ -94,9 +93,7 @@ class Result:
         """The step of an arm's plan if every collective carried ``factor`` times its bytes."""
         collectives = tuple(replace(c, nbytes=round(c.nbytes * factor)) for c in self.problem.collectives)
         problem, plan = replace(self.problem, collectives=collectives), self.plans[arm]
-        ops = transfers(problem, {w.name: w.windows for w in plan.streamed}, plan.barriers)
-        played = Simulator(problem, load_profile(MACHINE), CHUNK).play(schedule(problem, ops))
-        return played.step_s * self.case.forwards
+        return Simulator(problem, load_profile(MACHINE), CHUNK).step_under(plan) * self.case.forwards
 
     @property
     def fits(self) -> bool:

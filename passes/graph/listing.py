@@ -9,7 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.kernel_calls import operands_of
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, Prefetch, prefetch_of
+from chunkflow_compile.passes.ops import Prefetch, Transfer, transfer_of
+from chunkflow_compile.passes.step import Evict
 
 
 def listing(module: GraphModule) -> str:
@@ -25,12 +26,8 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
         return f"{node.name}: {_shape(node)}"
     if node.op == "output":
         return f"return {_value_text(node.args[0], renamed)}"
-    if node.target is PREFETCH:
-        prefetch = prefetch_of(node)
-        assert prefetch is not None
-        return prefetch_text(prefetch)
-    if node.target is WAIT or node.target is EVICT:
-        return f"{'wait' if node.target is WAIT else 'evict'}({node.args[0]!r})"
+    if (transfer := transfer_of(node)) is not None:
+        return transfer_text(transfer)
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     if node.op == "call_module":
@@ -44,10 +41,18 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     return f"{named} = {target_name(node)}({', '.join(operands)})"
 
 
-def prefetch_text(op: Prefetch) -> str:
-    """A prefetch as one line."""
-    later = ", next_step=True" if op.next_step else ""
-    return f"prefetch({op.weight!r}, chunks[{op.first}:{op.end}], window={op.window}{later})"
+def transfer_text(op: Transfer) -> str:
+    """A transfer op as one line."""
+    if isinstance(op, Evict):
+        return f"evict({op.weight!r})"
+    if not isinstance(op, Prefetch):
+        return f"wait({', '.join((str(op.event), *map(repr, op.weights)))})"
+    copy = op.copy
+    said = [repr(copy.weight), f"chunks[{copy.first}:{copy.end}]", f"window={copy.window}"]
+    said += ["next_step=True"] if copy.next_step else []
+    said += [f"lane={copy.stream!r}"] if copy.stream != "copy" else []
+    said += [f"{name}={event}" for name, event in (("after", op.after), ("then", op.then)) if event is not None]
+    return f"prefetch({', '.join(said)})"
 
 
 def target_name(node: Node) -> str:

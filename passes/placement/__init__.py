@@ -1,5 +1,5 @@
 """Placement.  Input: a Problem, a Hardware and a goal.  Output: a Plan.
 
-Read schedule and timeline, which play a placement; windows, residency, policies and search, which find one;
+Read timeline, which plays the step (passes/step.py) of a placement; windows, residency, policies and search, which find one;
 slots, reasons and place, which turn it into a Plan; then curve, which plans for every memory size.
 """

@@ -22,7 +22,6 @@ from chunkflow_compile.units import enough, size
 
 from .policies import block_regions, layerwise, next_block_barriers
 from .reasons import reason
-from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner
 from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
@@ -187,7 +186,7 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     fitting = [c for c in (_barely(planner, builder, memory), planner.everything) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
-    while fastest is not None and planner.order(fastest) < min(map(planner.order, fitting)):
+    while fastest is not None and planner.rank_key(fastest) < min(map(planner.rank_key, fitting)):
         over = builder.slots(fastest, quick=True) - memory  # a thorough one takes half a second for 2,000 chunks
         if over <= 0:
             fitting.append(fastest)
@@ -197,7 +196,7 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
         # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)
-    return builder.candidate(min(fitting, key=planner.order))
+    return builder.candidate(min(fitting, key=planner.rank_key))
 
 
 class Builder:
@@ -214,8 +213,8 @@ class Builder:
 
     def candidate(self, candidate: Candidate) -> Plan:
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
-        ops = transfers(self.problem, windows)
-        return self.plan(windows, self.planner.barriers(ops) if candidate.hard else (), candidate.slots)
+        hard = self.planner.barriers(self.planner.order.step(windows)) if candidate.hard else ()
+        return self.plan(windows, hard, candidate.slots)
 
     def slots(self, candidate: Candidate, quick: bool = False) -> int:
         """Weight bytes on the device of a candidate with its slots; ``quick``: assigned with fewer tries."""
@@ -235,8 +234,7 @@ class Builder:
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
-        items = schedule(self.problem, transfers(self.problem, windows, hard), self.planner.joins)
-        timeline = self.planner.simulator.play(items)
+        timeline = self.planner.simulator.play(self.planner.order.step(windows, hard, self.planner.joins))
         weights = []
         for weight in self.problem.weights:
             mine = windows.get(weight.name, ()) if weight.name in at else ()

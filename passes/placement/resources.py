@@ -29,8 +29,8 @@ from typing import Generic, Literal, TypeVar
 
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Moves
-from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.ring import ring_bytes, room
+from chunkflow_compile.passes.step import Copy
 
 IDLE = float("inf")
 
@@ -59,10 +59,10 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What a prefetch occupies: the drive for ``read_s`` seconds, None if its bytes are not there; then the copy engine and
+    """What a copy occupies: the drive for ``read_s`` seconds, None if its bytes are not there; then the copy engine and
     the link of its ``use`` for ``copy_s``."""
 
-    op: Prefetch
+    op: Copy
     name: str
     nbytes: int
     copy_s: float

@@ -16,10 +16,10 @@ from itertools import accumulate
 from chunkflow_compile.passes.names import MOVES, Moves, Yield
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.step import Copy, Order, Start, Step
 
 from .policies import layerwise
 from .residency import rank
-from .schedule import ScheduleItem, Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes, pack
 
@@ -72,6 +72,7 @@ class Planner:
     ) -> None:
         """``outside``: see place.  ``joins``: of the plan."""
         self.problem = problem
+        self.order = Order(problem)
         self.joins = joins
         self.outside = outside
         self.yields = yields
@@ -83,7 +84,7 @@ class Planner:
         self.kept_bytes = (
             outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
-        self.resident = simulator.play(schedule(problem, transfers(problem, {})))
+        self.resident = simulator.play(self.order.step({}))
         self.links: dict[Moves, Link] = {use: link_of(self.resident, simulator, joins, use) for use in MOVES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
@@ -126,7 +127,7 @@ class Planner:
     ) -> Candidate:
         """Play any placement of the chunks."""
         hard = hard or self.yields == "hard"
-        timeline = self.simulator.play(self._schedule(placed, hard, self.joins), spans=False)
+        timeline = self.simulator.play(self._step(placed, hard, self.joins), spans=False)
         return Candidate(
             placed=tuple(placed),
             residents=residents,
@@ -136,12 +137,10 @@ class Planner:
             timeline=timeline,
         )
 
-    def _schedule(self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]) -> Sequence[ScheduleItem]:
+    def _step(self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]) -> Step:
         windows = as_windows(self.chunks, placed, self.count)
-        ops = transfers(self.problem, windows)
-        if hard:
-            ops = transfers(self.problem, windows, self.barriers(ops))
-        return schedule(self.problem, ops, joins)
+        step = self.order.step(windows, joins=joins)
+        return self.order.step(windows, self.barriers(step), joins) if hard else step
 
     @cached_property
     def everything(self) -> Candidate:
@@ -162,9 +161,9 @@ class Planner:
             return natural
         most = _bisect(0, len(self.chunks), lambda m: self.floor(m + 1) > memory)
         candidates = self._search(lambda m: self.within(memory, m), 0, most, (_SAMPLES, _SAMPLES // 2))
-        ordered = sorted(candidates, key=self.order)
+        ordered = sorted(candidates, key=self.rank_key)
         hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
-        return min([ordered[0], *hard, *self._others(memory)], key=self.order)
+        return min([ordered[0], *hard, *self._others(memory)], key=self.rank_key)
 
     def packed(self, candidate: Candidate, memory: int) -> Candidate | None:
         """The fastest candidate with slots within ``memory`` and about as many residents; None if there is none."""
@@ -172,7 +171,7 @@ class Planner:
         low, high = max(0, residents - near), min(len(self.chunks), residents + near)
         samples = [_SAMPLES // 2] * _HALVINGS
         candidates = self._search(lambda m: self.within(memory, m, candidate.hard, packed=True), low, high, samples)
-        return min(candidates, key=self.order, default=None)
+        return min(candidates, key=self.rank_key, default=None)
 
     def _search(
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
@@ -184,7 +183,7 @@ class Planner:
             tried = [(m, c) for m in grid if (c := candidate(m)) is not None]
             if not tried:
                 break
-            best = min(tried, key=lambda t: self.order(t[1]))[0]
+            best = min(tried, key=lambda t: self.rank_key(t[1]))[0]
             candidates += [c for _, c in tried]
             low, high = (
                 max([m for m in grid if m < best], default=low),
@@ -203,7 +202,7 @@ class Planner:
         tried = (
             self.within(memory, m, candidate.hard) for m in {residents, fewer, (residents + fewer) // 2, fewer // 2, 0}
         )
-        return min((c for c in tried if c is not None), key=self.order, default=None)
+        return min((c for c in tried if c is not None), key=self.rank_key, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
         """The candidate with the fewest bytes whose step takes at most ``step_s``; all resident if none does."""
@@ -260,7 +259,7 @@ class Planner:
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s
 
-    def order(self, candidate: Candidate) -> tuple[int, int, int, float]:
+    def rank_key(self, candidate: Candidate) -> tuple[int, int, int, float]:
         """Sort key: fastest first; of steps within SAME_STEP the shorter under strain, then the smaller."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
@@ -270,8 +269,8 @@ class Planner:
         """Seconds of the step if copies take STRAIN times as long as predicted."""
         key = candidate.placed, candidate.hard
         if key not in self._strained:
-            items = self._schedule(candidate.placed, candidate.hard, self.joins)
-            self._strained[key] = self._slower.play(items, spans=False).step_s
+            step = self._step(candidate.placed, candidate.hard, self.joins)
+            self._strained[key] = self._slower.play(step, spans=False).step_s
         return self._strained[key]
 
     def _least(self, residents: int) -> int:
@@ -297,11 +296,11 @@ class Planner:
                 answer[i] = window
         return answer
 
-    def barriers(self, ops: Transfers) -> tuple[Barrier, ...]:
-        """Those by which no copy runs beside a collective on its link; beside any, if none shares a link with it."""
+    def barriers(self, step: Step) -> tuple[Barrier, ...]:
+        """Those by which no copy of a step runs while a collective uses its link; while any runs, if none shares a link."""
         uses = [use for use in MOVES if self.simulator.taking_the_link(use)] or MOVES
         lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
-        return barriers(self.problem, ops, lanes)
+        return barriers(self.problem, step, lanes)
 
     def _rank(self) -> list[int]:
         """Indices of chunks, in the order in which they become resident.
@@ -314,7 +313,7 @@ class Planner:
         least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
         windows = fit(self.chunks, self.latest(self.chunks), self.count, 2 * least)
         assert windows is not None
-        timeline = self.simulator.play(self._schedule(windows, self.yields == "hard", ()), spans=False)
+        timeline = self.simulator.play(self._step(windows, self.yields == "hard", ()), spans=False)
         stalls: dict[int, float] = {}
         for chunk in self.chunks:
             stalls[chunk.first] = stalls.get(chunk.first, 0.0)
@@ -335,24 +334,23 @@ class Planner:
         return first + [i for i in ranking if i not in chosen]
 
 
-def barriers(problem: Problem, ops: Transfers, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
+def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
     """Before each collective, a wait for the newest copy issued before it in each lane; earlier ones finish before that.
 
     For the first collective of a step, the newest copy may be one of the step before.  ``lanes``: the weights of each.
     """
-    starts: dict[int, str] = {}
-    for collective in problem.collectives:
-        starts.setdefault(collective.before, collective.name)
     lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
-    newest: dict[int, str] = {}
-    for k in (k for k in sorted(ops.prefetches) if k >= max(starts, default=0)):
-        newest |= {lane_of[op.weight]: op.weight for op in ops.prefetches[k] if op.weight in lane_of}
+    last = max((c.before for c in problem.collectives), default=0)
+    copies = [op for op in step if isinstance(op, Copy) and op.weight in lane_of]
+    newest = {lane_of[op.weight]: op.weight for op in copies if op.window >= last}
     placed = []
-    for k in range(len(problem.regions) + 1):
-        if k in starts and newest:
-            placed.append(Barrier(collective=starts[k], weights=tuple(newest[lane] for lane in sorted(newest))))
+    for op in step:
+        if isinstance(op, Copy) and op.weight in lane_of:
+            newest[lane_of[op.weight]] = op.weight
+        elif isinstance(op, Start) and newest:
+            weights = tuple(newest[lane] for lane in sorted(newest))
+            placed.append(Barrier(collective=problem.collectives[op.collective].name, weights=weights))
             newest = {}
-        newest |= {lane_of[op.weight]: op.weight for op in ops.prefetches.get(k, ()) if op.weight in lane_of}
     return tuple(placed)
 
 

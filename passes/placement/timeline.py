@@ -1,28 +1,31 @@
-"""Timeline: play a schedule on a hardware profile, as a discrete-event simulation, until its steps repeat.
+"""Timeline: play a step on a hardware profile, as a discrete-event simulation, until its repetitions are equal.
 
-Compute runs the items in order, as a device stream does, and issues copies and collectives on its way.  What each of
-them occupies, and how they meet, is in ``resources.py``.  The timeline knows no policy: it sees only the schedule.
+Compute runs the ops in order, as a device stream does, and issues copies and collectives on its way.  What each of them
+occupies, and how they meet, is in ``resources.py``.  The timeline knows no policy: it sees only the step.
+
+The opening of a window takes no time here: compute issues its copies when it opens the window.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pieces import from_others
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Order, Record, Run, Start, Step, Wait
 
 from .resources import IDLE, Drive, Phase, Queue, Transfer, Use, stretches
-from .schedule import Await, Collect, Compute, Join, ScheduleItem, Wait, schedule, transfers_of
 
-# A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
+# A step settles in two or three repetitions; if it still drifts after this many, the last one is reported.
 MOST_STEPS = 12
 _SETTLED = 1e-9
 # Name of the span in which compute waits at a join.
@@ -48,8 +51,22 @@ class Timeline:
     spans: tuple[Span, ...] = ()
 
 
+@dataclass(frozen=True)
+class Stall:
+    """Compute waits, in a span on ``lane``.  ``weights``: those whose newest copies it waits for, one after the other.
+    ``events``: those whose marks it waits for, in a join."""
+
+    lane: Literal["stall", "barrier", "join"]
+    weights: tuple[str, ...] = ()
+    events: tuple[int, ...] = ()
+
+
+# What is played of a step.
+Played = Transfer | Stall | Run | Start | Finish | Evict | Record
+
+
 class Simulator:
-    """Plays schedules of one problem on one machine."""
+    """Plays steps of one problem on one machine."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
         """``hardware``: as one of the ranks finds it that all copy at once, see :meth:`Hardware.shared_by`.
@@ -90,7 +107,7 @@ class Simulator:
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
     def use(self, weight: str) -> Moves:
-        """What a prefetch of the weight is."""
+        """The lane of the weight's copies."""
         return "pull" if weight in self.peers else "copy"
 
     def with_slower_copies(self, factor: float) -> Simulator:
@@ -122,31 +139,31 @@ class Simulator:
         """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if they are not there."""
         return self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if weight in self.drive else 0.0
 
-    def transfer(self, op: Prefetch) -> Transfer:
-        """What a prefetch occupies."""
+    def transfer(self, op: Copy) -> Transfer:
+        """What a copy occupies."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
         read_s = self.read_seconds(op.weight, op.first, op.end) if op.weight in self.drive else None
-        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s, self.use(op.weight))
+        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s, op.stream)
 
-    def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
-        """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
-        return Run(self, items, spans).play()
+    def play(self, step: Step, spans: bool = True) -> Timeline:
+        """The steady state of a step after a cold start; ``spans``: whether to record them."""
+        return Playback(self, step, spans).play()
 
     def step_under(self, plan: Plan) -> float:
         """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
-        items = schedule(self.problem, transfers_of(self.problem, plan), plan.joins)
-        return self.play(items, spans=False).step_s
+        windows = {w.name: w.windows for w in plan.streamed}
+        return self.play(Order(self.problem).step(windows, plan.barriers, plan.joins), spans=False).step_s
 
 
-class Run:
-    """Plays one schedule.  ``simulate/sharded.py`` adds gathers to it."""
+class Playback:
+    """Plays one step.  ``simulate/sharded.py`` adds gathers to it."""
 
-    def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], spans: bool) -> None:
+    def __init__(self, simulator: Simulator, step: Step, spans: bool) -> None:
         self.simulator = simulator
         self.recording = spans
         self.stretch = stretches(simulator.hardware)
-        self.items = [simulator.transfer(item) if isinstance(item, Prefetch) else item for item in items]
+        self.items = list(_played(simulator, step))
         transfers = [item for item in self.items if isinstance(item, Transfer)]
         self.lanes: dict[Moves, Queue[Transfer]] = {moves: Queue() for moves in MOVES}
         self.moving: tuple[Moves, ...] = ()  # the lanes in which one is in flight
@@ -164,6 +181,9 @@ class Run:
             self.streamed[weight] = self.streamed.get(weight, 0) + transfer.nbytes
         self.live = 0
         self.arrival: dict[str, float] = {}
+        self.marks: dict[
+            int, tuple[Queue[Transfer], int]
+        ] = {}  # event of a join -> the copies that it marks, by number
 
     def play(self) -> Timeline:
         self.drive.begin(self.now)
@@ -192,23 +212,24 @@ class Run:
         spans = tuple(Span(s.lane, s.name, s.start - begin, s.end - begin) for s in self.spans)
         return replace(self.step, step_s=length, spans=spans)
 
-    def _run(self, item: ScheduleItem | Transfer) -> None:
+    def _run(self, item: Played) -> None:
         if isinstance(item, Transfer):
             self._issue(item)
-        elif isinstance(item, Wait):
-            self._wait(item)
-        elif isinstance(item, Compute):
+        elif isinstance(item, Stall):
+            self._stall(item)
+        elif isinstance(item, Run):
             self._compute(item.region)
-        elif isinstance(item, Collect):
+        elif isinstance(item, Evict):
+            self.live -= self.streamed.get(item.weight, 0)  # nothing, if all of it stays
+        elif isinstance(item, Start):
             self.collectives.issue(item.collective, item.collective)
             if len(self.collectives.ops) == 1:
                 self._start_collective()
-        elif isinstance(item, Await):
+        elif isinstance(item, Finish):
             self._advance_to(self.collectives, item.collective)
-        elif isinstance(item, Join):
-            self._join()
         else:
-            self.live -= self.streamed.get(item.weight, 0)  # nothing, if all of it stays
+            lane = self.lanes[_moves(item)]
+            self.marks[item.event] = lane, lane.issued
 
     def _record(self, lane: Lane, name: str, start: float) -> None:
         if self.recording:
@@ -218,23 +239,28 @@ class Run:
         self.lanes[transfer.use].issue(transfer, transfer.op.weight)
         self._start_copy(transfer.use)
 
-    def _wait(self, item: Wait) -> None:
-        reached, step = self.now, self.step
-        self._advance_to(self.lanes[self.simulator.use(item.weight)], item.weight)
-        waited = self.now - reached
-        step.exposed_s += waited
-        if waited:
-            self._record("barrier" if item.barrier else "stall", item.weight, reached)
-        if not item.barrier:
-            step.slack[item.weight] = -waited if waited else reached - self.arrival.get(item.weight, reached)
-
-    def _join(self) -> None:
+    def _stall(self, item: Stall) -> None:
+        for weight in item.weights:
+            self._wait(weight, item.lane)
+        if not item.events:
+            return
         reached = self.now
-        while any(lane.ops for lane in self.lanes.values()):
-            self._advance()
+        for lane, number in map(self.marks.__getitem__, item.events):
+            while lane.ended < number:
+                self._advance()
         self.step.exposed_s += self.now - reached
         if self.now > reached:
             self._record("join", END_OF_CALL, reached)
+
+    def _wait(self, weight: str, lane: Lane) -> None:
+        reached, step = self.now, self.step
+        self._advance_to(self.lanes[self.simulator.use(weight)], weight)
+        waited = self.now - reached
+        step.exposed_s += waited
+        if waited:
+            self._record(lane, weight, reached)
+        if lane == "stall":
+            step.slack[weight] = -waited if waited else reached - self.arrival.get(weight, reached)
 
     def _compute(self, region: int) -> None:
         start = self.now
@@ -355,3 +381,42 @@ class Run:
             self._start_collective()
         for moves in MOVES:
             self._start_copy(moves)
+
+
+def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
+    """What is played of a step.  Waits that stand together are played weight by weight, in the order of their names: a stall
+    counts for the same weight, whatever the lanes are."""
+    joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
+    waits: list[Wait] = []
+    for op in step:
+        if isinstance(op, Wait):
+            if op.stream == "compute":
+                waits.append(op)
+            continue
+        if waits:
+            yield from _stalls(waits, op)
+            waits = []
+        if isinstance(op, Copy):
+            yield simulator.transfer(op)
+        elif not isinstance(op, Record) or op.event in joins:
+            yield op
+    yield from _stalls(waits, None)
+
+
+def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[Stall]:
+    """What compute waits for before an op; at a barrier, in the order of the waits."""
+    for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
+        together = list(group)
+        weights = chain.from_iterable(wait.weights for wait in together)
+        if not readable:
+            yield Stall("join", events=tuple(wait.event for wait in together))
+        elif isinstance(before, Start):
+            yield Stall("barrier", tuple(weights))
+        else:
+            yield Stall("stall", tuple(weights if len(together) == 1 else sorted(weights)))
+
+
+def _moves(record: Record) -> Moves:
+    """The lane that a join marks."""
+    assert record.stream == "copy" or record.stream == "pull"
+    return record.stream

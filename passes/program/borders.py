@@ -18,8 +18,6 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import NamedTuple
 
-from chunkflow_compile.passes.ops import prefetch_of
-
 from .cycle import Cycle, border
 from .happens_before import HappensBefore, Op
 
@@ -30,18 +28,15 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
     waits: dict[str, list[_Wait]] = {}
     kept: dict[str, int] = {}  # weight -> the newest copy of its chunks that stay
-    newest = dict[str, _Wait]()  # lane -> the newest wait there
     for i, op in enumerate(order.ops):
         if op.kind == "chunk" and op.serves is None:
             kept[op.weight] = i
         if op.step == 1:
             begins.setdefault(op.call, i)
-            if op.kind == "wait":
-                lane = cycle.plan.lane(op.weight)
-                if (wait := _wait(order, i)) is not None:
-                    newest[lane] = wait
-                if lane in newest:
-                    waits.setdefault(op.weight, []).append(newest[lane]._replace(at=i))
+            for copy in _awaited(order, i) if op.kind == "wait" else ():
+                for weight in op.weights:
+                    if cycle.plan.lane(weight) == order.ops[copy].stream:
+                        waits.setdefault(weight, []).append(_Wait(i, copy))
         for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
             uses.setdefault((weight, op.step), []).append(i)
     alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use
@@ -52,7 +47,7 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
         alive += [(_last_use(order, uses, order.ops[i]), i) for i in fresh]
         alive, seen = [(last, i) for last, i in alive if last >= begin], begin
         expected = [(order.ops[i].weight, order.ops[i].chunk) for _, i in alive]
-        chunks = [(p.weight, c) for n in first.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
+        chunks = [(p.copy.weight, c) for p in first.prefetches for c in range(p.copy.first, p.copy.end)]
         if chunks != expected:
             odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
             yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
@@ -63,30 +58,26 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
         for name in (w.name for w in cycle.plan.streamed):
             read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
             if read is not None and not any(
-                begin <= w.issued <= w.at < read
-                and w.arrival >= due.get(name, -1)
-                and (w.arrival >= begin or w.arrival in marked)
+                begin <= w.at < read and w.arrival >= due.get(name, -1) and (w.arrival >= begin or w.arrival in marked)
                 for w in waits.get(name, ())
             ):
                 yield f"{name}: after a jump to call {call}, {order.ops[read]} does not wait for it"
 
 
 class _Wait(NamedTuple):
-    """A wait, and the copy whose mark it awaits: its own, or that of the wait before it which covers it, ``issued`` there.
+    """A wait, and the copy whose arrival it awaits.
 
-    A jump records the mark of a copy again only if it fetches those bytes; the mark of any other copy from before the jump
+    A jump records the arrival of a copy again only if it fetches those bytes; that of any other copy from before the jump
     says nothing of what the jump fetches.
     """
 
     at: int
-    issued: int
     arrival: int
 
 
-def _wait(order: HappensBefore, i: int) -> _Wait | None:
-    """The wait at an index, None if it awaits no mark of its own."""
-    awaited = [copy for copy in order.graph.predecessors(i) if order.graph.edges[copy, i].get("event") == "arrival"]
-    return _Wait(i, i, awaited[0]) if awaited else None
+def _awaited(order: HappensBefore, i: int) -> list[int]:
+    """The copy whose arrival the wait at an index awaits; none if that was not recorded."""
+    return [copy for copy in order.graph.predecessors(i) if order.graph.edges[copy, i].get("event") == "arrival"]
 
 
 def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 from torch.fx import Node
 
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.ops import Prefetch, prefetch_of
-from chunkflow_compile.passes.placement.schedule import Transfers, transfers_of
+from chunkflow_compile.passes.ops import Prefetch, Transfer, prefetch_of, transfer_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
+from chunkflow_compile.passes.step import Copy, Step, Wait, order_of
 
 from .rewrite import CyclePlace, Program, rewrite
 
@@ -82,14 +82,57 @@ class Cycle:
         return Cycle(program.problem, program.plan, (program,), (0,))
 
     @cached_property
-    def prefetches(self) -> tuple[tuple[int, Node, Prefetch], ...]:
-        """The prefetches of all calls, in the order of issue, each with its call."""
-        return tuple((number, *pair) for number, call in enumerate(self.calls) for pair in prefetches(call))
+    def step(self) -> Step:
+        """The step that the plan orders: the ops of all calls."""
+        return order_of(self.problem, self.plan)
 
     @cached_property
-    def transfers(self) -> Transfers:
-        """The transfer ops of all calls."""
-        return transfers_of(self.problem, self.plan)
+    def prefetches(self) -> tuple[tuple[int, Prefetch], ...]:
+        """The prefetches of all calls, in the order of issue, each with its call."""
+        return tuple((number, op) for number, op in self._transfers if isinstance(op, Prefetch))
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """What compute awaits in all calls, in its order."""
+        return tuple(op for _, op in self._transfers if isinstance(op, Wait))
+
+    @property
+    def signals(self) -> object:
+        """What records and awaits each event: equal in programs that can share their events."""
+        return tuple(op for _, op in self.prefetches if op.after is not None or op.then is not None), self.waits
+
+    @property
+    def event_count(self) -> int:
+        """How many events there are; they are numbered from 0."""
+        named = (event for _, op in self.prefetches for event in (op.after, op.then) if event is not None)
+        return 1 + max((*named, *(wait.event for wait in self.waits)), default=-1)
+
+    @cached_property
+    def kept_events(self) -> Mapping[str, tuple[int, ...]]:
+        """Weight -> the events that are recorded after its resident chunks have been copied.
+
+        They are those that are awaited and that no prefetch records: each is recorded after the last resident chunks of the
+        weights that are readable then.
+        """
+        recorded = {op.then for _, op in self.prefetches}
+        kept = {w.name: place for place, w in enumerate(self.plan.streamed) if None in w.windows}
+        readable: dict[int, set[str]] = {}
+        for wait in self.waits:
+            if wait.event not in recorded:
+                readable.setdefault(wait.event, set()).update(kept.keys() & set(wait.weights))
+        found: dict[str, tuple[int, ...]] = {}
+        for event, weights in readable.items():
+            if weights:
+                last = max(weights, key=kept.__getitem__)
+                found[last] = *found.get(last, ()), event
+        return found
+
+    @cached_property
+    def _transfers(self) -> tuple[tuple[int, Transfer], ...]:
+        nodes = (
+            (number, transfer_of(node)) for number, call in enumerate(self.calls) for node in call.module.graph.nodes
+        )
+        return tuple((number, op) for number, op in nodes if op is not None)
 
     def at(self, call: int, program: Program) -> Cycle:
         """The cycle with another program in the place of a call."""
@@ -100,11 +143,11 @@ class Cycle:
 class Border:
     """What a jump to a call fetches first, besides the resident chunks.
 
-    ``prefetches``: nodes of the calls before it, in the order in which they would have been issued.  ``waits``: whether
-    compute then waits for all of it, because a weight was waited for in a call before.
+    ``prefetches``: those of the calls before it, in the order in which they would have been issued, after no opening.
+    ``waits``: whether compute then waits for all of it, because a weight was waited for in a call before.
     """
 
-    prefetches: tuple[Node, ...]
+    prefetches: tuple[Prefetch, ...]
     waits: bool
 
 
@@ -154,8 +197,10 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
     """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
-    collective = partial(collective_name, number)
-    place = CyclePlace(call.problem(), call.names, cycle.transfers, cycle.starts[number], collective)
+    index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
+    names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
+    collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}
+    place = CyclePlace(call.problem(), call.names, cycle.step, cycle.starts[number], collectives)
     return rewrite(call.cut, cycle.plan, share=share, place=place)
 
 
@@ -164,11 +209,11 @@ def collective_name(call: int, name: str) -> str:
     return f"call_{call}.{name}"
 
 
-def prefetches(program: Program) -> Iterator[tuple[Node, Prefetch]]:
-    """The prefetches of a program, in the order of issue."""
+def prefetches(program: Program) -> Iterator[tuple[Node, Copy]]:
+    """The nodes of the copies of a program, in the order of issue."""
     for node in program.module.graph.nodes:
         if (op := prefetch_of(node)) is not None:
-            yield node, op
+            yield node, op.copy
 
 
 def border(cycle: Cycle, call: int) -> Border:
@@ -178,12 +223,12 @@ def border(cycle: Cycle, call: int) -> Border:
     come: those that the last pass has issued for this one, and those that the calls before it have issued in this pass.
     """
     begin, last = cycle.starts[call], {w.name: w.last_use for w in cycle.plan.streamed}
-    before, later = list[Node](), list[Node]()
-    for number, node, op in cycle.prefetches:
-        needed = last.get(op.weight, -1) >= begin
-        if number >= call and op.next_step and needed:
-            later.append(node)
-        elif number < call and (op.next_step or needed):
-            before.append(node)
+    before, later = list[Prefetch](), list[Prefetch]()
+    for number, op in cycle.prefetches:
+        needed = last.get(op.copy.weight, -1) >= begin
+        if number >= call and op.copy.next_step and needed:
+            later.append(replace(op, after=None))
+        elif number < call and (op.copy.next_step or needed):
+            before.append(replace(op, after=None))
     waits = any(w.first_use < begin <= w.last_use for w in cycle.plan.streamed)
     return Border((*later, *before), waits)

@@ -16,7 +16,8 @@ from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import flow_line
 from chunkflow_compile.passes.kernel_calls import kernel_name, written_by
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.ops import Prefetch, transfer_of
+from chunkflow_compile.passes.step import Wait
 
 from .memory import Memory
 from .rewrite import Program, source_of
@@ -49,8 +50,9 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
     for node in program.module.graph.nodes:
-        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in moved:
-            yield f"{node.args[0]}: {node.name} moves it, but it is not streamed"
+        for weight in _moved(node):
+            if weight not in moved:
+                yield f"{weight}: {node.name} moves it, but it is not streamed"
     for node in program.module.graph.nodes:
         if node.op == "placeholder" and node.name in streamed:
             for user in node.users:
@@ -60,6 +62,19 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
         for place in sorted(place for place in uses.writes if place in streamed):
             by = _kernels(program, name)
             yield f"{streamed[place]}: {name}{by} writes it, but its slot is filled from host memory only"
+
+
+def _moved(node: Node) -> tuple[str, ...]:
+    """The weights that a node moves, awaits or evicts."""
+    match transfer_of(node):
+        case None:
+            return ()
+        case Prefetch(copy):
+            return (copy.weight,)
+        case Wait(weights=weights):
+            return weights
+        case evict:
+            return (evict.weight,)
 
 
 def _kernels(program: Program, name: str) -> str:
@@ -95,7 +110,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
     inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
     seen = set[str]()
     for node in program.module.graph.nodes:
-        if node.target in (PREFETCH, WAIT, EVICT):
+        if transfer_of(node) is not None:
             continue
         name = source_of(node)
         seen.add(name)

@@ -9,9 +9,10 @@ Nothing else orders collectives: every NCCL communicator has a stream of its own
 order of two collectives counts only if compute completes the first before it issues the second.
 
 Five kinds of events order one stream after another: a handover lets the first chunks of a turn start, the opening of a
-window lets its chunks start, the arrival of the newest issued chunk of a region's weights in a lane ends its waits
-(arrivals.py), the start of a collective waits for compute, and its end ends its completion.  If programs pull, compute
-waits before a handover for the newest chunk of each lane.  So chunks of two lanes are ordered through compute only.
+window lets its chunks start, the arrival of the newest issued chunk of a region's weights in a lane ends its wait, the
+start of a collective waits for compute, and its end ends its completion.  Openings and arrivals are the events that the
+program names.  If programs pull, compute waits before a handover for the newest chunk of each lane.  So chunks of two lanes
+are ordered through compute only.
 
 A call of a plan with joins runs in one of two *forms*, in any order: *eager*, as above, or *captured*, as one CUDA graph.
 A captured call has lanes of its own: its first chunk in each waits for the opening of its window only.  A wait there ends
@@ -37,7 +38,7 @@ copies in the eager lanes, and the tail follows: it is a cold start that copies 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from itertools import cycle as repeat
 from typing import Literal, NamedTuple
@@ -46,10 +47,10 @@ import networkx as nx
 from torch.fx import Node
 
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
-from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
+from chunkflow_compile.passes.names import MOVES
+from chunkflow_compile.passes.ops import Prefetch, transfer_of
+from chunkflow_compile.passes.step import Evict, Wait
 
-from .arrivals import Arrivals, arrivals
 from .cycle import Cycle, border
 from .rewrite import Program
 
@@ -73,9 +74,9 @@ class Op:
     ``call``: the call of a cycle that issues it.
 
     ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
-    turn.  ``collectives``: those that the op is, takes an element of the results of, or completes.  ``values``: those
-    that a release drops.  ``mark``: the arrival recorded after a chunk, or awaited by a wait, see arrivals.py.
-    ``captured``: whether its call is.
+    turn.  ``weights``: those that a wait makes readable.  ``collectives``: those that the op is, takes an element of the
+    results of, or completes.  ``values``: those that a release drops.  ``awaits``: the event that a wait waits for, or the
+    lane before a chunk.  ``records``: the events that an opening or a chunk records.  ``captured``: whether its call is.
     """
 
     turn: int
@@ -89,7 +90,9 @@ class Op:
     reads: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
-    mark: int | None = None
+    weights: tuple[str, ...] = ()
+    awaits: int | None = None
+    records: tuple[int, ...] = ()
     call: int = 0
     captured: bool = False
 
@@ -119,11 +122,10 @@ _JOIN = Op(0, 0, "compute", "join", "join")
 
 @dataclass
 class _Lane:
-    """``gate``: the newest event that it waits for.  ``arrival``: its chunk that was last marked, by turn and mark."""
+    """``gate``: the newest mark on compute that it waits for."""
 
     newest: int | None = None
     gate: int | None = None
-    arrival: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class HappensBefore:
@@ -157,6 +159,8 @@ class HappensBefore:
         eager, captured = _lanes(), _lanes()
         tail: dict[StreamName, int] = {}  # the newest chunk of each eager lane, if no captured call has begun since
         pulls = any(turn.plan.pulled for turn in self.turns)
+        # turn and event -> the op that recorded it last; of a captured call, only its own
+        eager_marks, captured_marks = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
         for i, op in enumerate(self.ops):
             if op.stream == "collective":
@@ -166,32 +170,32 @@ class HappensBefore:
                     running[name] = []
                 running.setdefault(name, []).append(i)
                 continue
-            lanes = captured if op.captured else eager
+            lanes, marks = (captured, captured_marks) if op.captured else (eager, eager_marks)
             lane = lanes.get(op.stream)
             previous = compute if lane is None else lane.newest
             if previous is not None:
                 self.graph.add_edge(previous, i)
             if op.stream == "compute":
                 compute = i
-            if op.kind in ("open", "handover"):
-                if op.kind == "handover" and pulls:
+            marked = None if op.awaits is None else marks.get((op.turn, op.awaits))
+            marks.update(((op.turn, event), i) for event in op.records)
+            if op.kind == "handover":
+                if pulls:
                     self._await_newest(lanes, i)
                 for each in lanes.values():
                     each.gate = i
             elif lane is not None:
+                lane.gate = lane.gate if marked is None else marked
                 if lane.gate is not None:
                     self.graph.add_edge(lane.gate, i, event=self.ops[lane.gate].kind)
-                if op.mark is not None:
-                    lane.arrival[op.turn, op.mark] = i
                 lane.newest = i
                 if not op.captured:
                     tail[op.stream] = i
-            elif op.kind == "wait" and op.mark is not None:
-                marked = (each.arrival.get((op.turn, op.mark)) for each in lanes.values())
-                self.graph.add_edges_from(((chunk, i) for chunk in marked if chunk is not None), event="arrival")
+            elif op.kind == "wait" and marked is not None:
+                self.graph.add_edge(marked, i, event="arrival")
             elif op.kind == "tail":
                 self.graph.add_edges_from(((chunk, i) for chunk in tail.values()), event="tail")
-                captured, tail = _lanes(), {}
+                captured, captured_marks, tail = _lanes(), {}, {}
             elif op.kind == "join":
                 self._await_newest(captured, i)
             for name in op.collectives:
@@ -218,41 +222,46 @@ class HappensBefore:
 
 
 def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool]) -> Iterator[Op]:
-    marks = arrivals(cycle)
     yield Op(turn, PRIMING, "compute", "handover", "handover")
     for weight in cycle.plan.streamed:
-        for chunk in (i for i, window in enumerate(weight.windows) if window is None):
+        chunks = [i for i, window in enumerate(weight.windows) if window is None]
+        for chunk in chunks:
             label = f"keep({weight.name!r}, chunk {chunk})"
-            mark = marks.marked.get(weight.name)
+            records = cycle.kept_events.get(weight.name, ()) if chunk == chunks[-1] else ()
             lane = cycle.plan.lane(weight.name)
-            yield Op(turn, PRIMING, lane, "chunk", label, weight=weight.name, chunk=chunk, serves=None, mark=mark)
-    for node in border(cycle, 0).prefetches:  # what the step before would have prefetched
-        if (prefetch := prefetch_of(node)) is not None:
-            lane = cycle.plan.lane(prefetch.weight)
-            yield from _chunks(prefetch, lane, turn, PRIMING, marks.marked.get(node))
+            yield Op(turn, PRIMING, lane, "chunk", label, weight=weight.name, chunk=chunk, serves=None, records=records)
+    for prefetch in border(cycle, 0).prefetches:  # what the step before would have prefetched
+        yield from _chunks(prefetch, turn, PRIMING)
     for step in range(steps):
         for number, program in enumerate(cycle.calls):
             captured = next(forms) and bool(cycle.plan.joins)
-            ops = ops_of_call(program, marks, turn, step)
+            ops = ops_of_call(program, turn, step)
             for op in chain((_TAIL,), ops, (_JOIN,)) if captured else ops:
                 changed = number or captured
                 yield replace(op, turn=turn, step=step, call=number, captured=captured) if changed else op
 
 
-def ops_of_call(program: Program, marks: Arrivals, turn: int = 0, step: int = 0) -> Iterator[Op]:
-    """The ops of one call of a program in its place in a cycle.  ``marks``: the marks of its transfers there."""
+def ops_of_call(program: Program, turn: int = 0, step: int = 0) -> Iterator[Op]:
+    """The ops of one call of a program in its place in a cycle."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     released = _released(program)
-    opened: int | None = None
+    opened = set[int]()
     for node in program.module.graph.nodes:
-        if (prefetch := prefetch_of(node)) is not None:
-            if prefetch.window != opened:
-                opened = prefetch.window
-                yield Op(turn, step, "compute", "open", f"opening of window {opened}")
-            lane = program.plan.lane(prefetch.weight)
-            yield from _chunks(prefetch, lane, turn, step, marks.marked.get(node))
+        transfer = transfer_of(node)
+        if isinstance(transfer, Prefetch):
+            if transfer.after is not None and transfer.after not in opened:
+                opened.add(transfer.after)
+                label = f"opening of window {transfer.copy.window}"
+                yield Op(turn, step, "compute", "open", label, records=(transfer.after,))
+            yield from _chunks(transfer, turn, step)
+        elif isinstance(transfer, Wait):
+            label = f"wait({', '.join(map(repr, transfer.weights))})"
+            readable, event = transfer.weights, transfer.event
+            yield Op(turn, step, "compute", "wait", label, weights=readable, awaits=event)
+        elif isinstance(transfer, Evict):
+            yield Op(turn, step, "compute", "evict", f"evict({transfer.weight!r})", weight=transfer.weight)
         elif node.op not in ("placeholder", "get_attr", "output"):
-            yield from _issued(weights, node, turn, step, marks.awaited.get(node))
+            yield from _issued(weights, node, turn, step)
         if (values := released.get(node.name)) and node.op != "placeholder":
             label = f"release of {', '.join(values)}"
             yield Op(turn, step, "compute", "release", label, values=values)
@@ -272,22 +281,29 @@ def _lanes() -> dict[StreamName, _Lane]:
     return {moves: _Lane() for moves in MOVES}
 
 
-def _chunks(prefetch: Prefetch, lane: Moves, turn: int, step: int, mark: int | None) -> Iterator[Op]:
-    weight = prefetch.weight
-    for chunk in range(prefetch.first, prefetch.end):
-        label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
-        serves = step + 1 if prefetch.next_step else step
-        last = mark if chunk == prefetch.end - 1 else None
-        yield Op(turn, step, lane, "chunk", label, weight=weight, chunk=chunk, serves=serves, mark=last)
+def _chunks(prefetch: Prefetch, turn: int, step: int) -> Iterator[Op]:
+    copy, then = prefetch.copy, () if prefetch.then is None else (prefetch.then,)
+    for chunk in range(copy.first, copy.end):
+        label = f"prefetch({copy.weight!r}, chunk {chunk}, window={copy.window})"
+        serves = step + 1 if copy.next_step else step
+        awaits = prefetch.after if chunk == copy.first else None
+        records = then if chunk == copy.end - 1 else ()
+        yield Op(
+            turn,
+            step,
+            copy.stream,
+            "chunk",
+            label,
+            weight=copy.weight,
+            chunk=chunk,
+            serves=serves,
+            awaits=awaits,
+            records=records,
+        )
 
 
-def _issued(weights: Mapping[str, str], node: Node, turn: int, step: int, mark: int | None) -> Iterator[Op]:
+def _issued(weights: Mapping[str, str], node: Node, turn: int, step: int) -> Iterator[Op]:
     """The op of a node; for a collective that completes itself, its completion too."""
-    if node.target is WAIT or node.target is EVICT:
-        moves: OpKind = "wait" if node.target is WAIT else "evict"
-        label, weight = f"{moves}({node.args[0]!r})", str(node.args[0])
-        yield Op(turn, step, "compute", moves, label, weight=weight, mark=mark)
-        return
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
     kind: OpKind = "region" if node.op == "call_module" else "other"
     stream: StreamName = "compute"

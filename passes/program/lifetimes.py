@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, Node
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.ops import transfer_of
 
 
 def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -23,7 +23,7 @@ def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
     number = {node: i for i, node in enumerate(graph.nodes)}
     release: dict[str, list[str]] = {}
     for node in number:
-        if node.op == "output" or node.target in (PREFETCH, WAIT, EVICT):
+        if node.op == "output" or transfer_of(node) is not None:
             continue
         last = max((over(user, number) for user in (node, *node.users)), key=number.__getitem__)
         if last.op not in ("placeholder", "output"):

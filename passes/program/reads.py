@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from chunkflow_compile.passes.ops import Prefetch, prefetch_of
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
+from chunkflow_compile.passes.step import Copy
 
 from .cycle import Border, Cycle, border
 from .happens_before import HappensBefore
@@ -28,11 +28,11 @@ from .happens_before import HappensBefore
 class Reads:
     """The copies that read the drive from a call on: ``first``, then ``repeated`` from ``begin`` on, again and again."""
 
-    first: tuple[Prefetch, ...]
-    repeated: tuple[Prefetch, ...]
+    first: tuple[Copy, ...]
+    repeated: tuple[Copy, ...]
     begin: int
 
-    def passes(self, count: int) -> Iterator[Prefetch]:
+    def passes(self, count: int) -> Iterator[Copy]:
         """The reads of a start at the call and of ``count`` passes."""
         around = (*self.repeated[self.begin :], *self.repeated[: self.begin])
         return chain(self.first, *(around for _ in range(count)))
@@ -45,8 +45,8 @@ def reads_from(cycle: Cycle, call: int, at: Border, drive: Collection[str]) -> R
     """
     if not drive:
         return Reads((), (), 0)
-    reads = [(number, op) for number, _, op in cycle.prefetches if op.weight in drive]
-    first = (op for node in at.prefetches if (op := prefetch_of(node)) and op.weight in drive)
+    reads = [(number, op.copy) for number, op in cycle.prefetches if op.copy.weight in drive]
+    first = (op.copy for op in at.prefetches if op.copy.weight in drive)
     return Reads(tuple(first), tuple(op for _, op in reads), sum(number < call for number, _ in reads))
 
 
@@ -58,7 +58,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     if not drive:
         return
 
-    def nbytes(op: Prefetch) -> int:
+    def nbytes(op: Copy) -> int:
         return plan.nbytes(weights[op.weight], op.first, op.end)
 
     for call in range(len(cycle.calls)):
@@ -83,7 +83,7 @@ def _check_order(reads: Reads, order: HappensBefore, drive: Collection[str]) -> 
         yield f"{len(read)} chunks are read from the drive, but {len(expected)} are copied"
 
 
-def _check_ring(call: int, reads: Sequence[Prefetch], sizes: Sequence[int], capacity: int) -> Iterator[str]:
+def _check_ring(call: int, reads: Sequence[Copy], sizes: Sequence[int], capacity: int) -> Iterator[str]:
     """Reads into a ring of ``capacity`` bytes, each of so many bytes, after a start at a call."""
     ring, slots = Ring(capacity), list[RingSlot]()
     for number, (op, nbytes) in enumerate(zip(reads, sizes, strict=True)):
@@ -102,5 +102,5 @@ def _check_ring(call: int, reads: Sequence[Prefetch], sizes: Sequence[int], capa
                 return
 
 
-def _read_text(op: Prefetch) -> str:
+def _read_text(op: Copy) -> str:
     return f"read({op.weight!r}, chunks {op.first} to {op.end - 1})"

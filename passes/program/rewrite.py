@@ -1,16 +1,18 @@
 """Rewrite: turn a Cut and a Plan into the program, a top-level FX graph with transfer ops.
 
-    prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3)
-    wait = torch.ops.chunkflow.wait.default('blocks.0.attn1.to_q.weight')
+    prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3, False, 'copy', after=5, then=9)
+    wait = torch.ops.chunkflow.wait.default(4, ('blocks.0.attn1.to_q.weight',))
     region_3 = self.lowered_1(view, blocks_0_attn1_to_q_weight)
     evict = torch.ops.chunkflow.evict.default('blocks.0.attn1.to_q.weight')
 
 Contract
     On entry: a Cut and a Plan of its Problem.
     Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
-    names that they have in the source graph.  Only transfer ops are added, where placement/schedule.py places them:
+    names that they have in the source graph.  Only the transfer ops of the step (step.py) are added, with their events:
     prefetches where their window opens, waits before the first reader and at barriers, evicts after the last reader.
     Structurally equal regions share one submodule.  Each value is released after its last reader (lifetimes.py).
+
+:func:`ops_of` reads the step from a program again.
 """
 
 from __future__ import annotations
@@ -18,28 +20,19 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from chunkflow_compile.passes.graph.discover import collective_kind, collective_of, is_wait_tensor
+from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
-from chunkflow_compile.passes.placement.schedule import (
-    Await,
-    Collect,
-    Compute,
-    Evict,
-    ScheduleItem,
-    Transfers,
-    Wait,
-    transfers_of,
-)
+from chunkflow_compile.passes.ops import transfer_of, unfolded, write
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.step import Finish, Op, Run, Start, Step, order_of, transfers
 
 from .lifetimes import releases
 
@@ -87,15 +80,15 @@ class CyclePlace:
     """The place of a program in a cycle.
 
     ``problem``: that of the cut, with the names of the cycle.  ``names``: name of a weight in the cut -> in the cycle.
-    ``transfers``: of the whole cycle.  ``start``: the program's first window.  ``collective``: the name in the cycle of a
-    collective.
+    ``step``: of the whole cycle.  ``start``: the program's first window.  ``collectives``: name of a collective in the cut ->
+    its index in the cycle.
     """
 
     problem: Problem
     names: Mapping[str, str]
-    transfers: Transfers
+    step: Step
     start: int
-    collective: Callable[[str], str]
+    collectives: Mapping[str, int]
 
 
 def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | None = None) -> Program:
@@ -106,7 +99,8 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | Non
     if place is None:
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
-        place = CyclePlace(cut.problem, names, transfers_of(cut.problem, plan), 0, str)
+        collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
+        place = CyclePlace(cut.problem, names, order_of(cut.problem, plan), 0, collectives)
     return _Writer(cut, plan, share, place).write()
 
 
@@ -116,7 +110,7 @@ class _Writer:
         self.plan = plan
         self.share = share
         self.place = place
-        self.transfers = place.transfers
+        self.before, self.after = transfers(place.step)
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
         self.root: dict[str, object] = {}
@@ -126,7 +120,7 @@ class _Writer:
         self.weight_names = {w.node: place.names[w.parameter.name] for w in cut.discovery.weights}
 
     def write(self) -> Program:
-        source = self.cut.source.graph
+        source, place = self.cut.source.graph, self.place
         for node in source.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -138,8 +132,8 @@ class _Writer:
             if isinstance(item, CutRegion):
                 self._region(item)
             else:
-                for weight in self.transfers.barriers.get(self.place.collective(item.name), ()):
-                    self.graph.call_function(WAIT, (weight,))
+                if item.name in place.collectives:
+                    write(self.graph, self.before[Start(place.collectives[item.name])])
                 self.values[item] = copy = self.graph.node_copy(item, self.values.__getitem__)
                 copy.meta[SOURCE] = item.name
         output = next(n for n in source.nodes if n.op == "output")
@@ -148,7 +142,7 @@ class _Writer:
         # lazy: the executor runs the graph node by node, so its Python code would be written for nothing
         module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
-        place, dropped, flow = self.place, releases(self.graph), self.cut.data_flow
+        dropped, flow = releases(self.graph), self.cut.data_flow
         return Program(module, place.problem, self.plan, names, self.regions, dropped, flow, place.start)
 
     def _placeholder(self, node: Node) -> None:
@@ -162,12 +156,8 @@ class _Writer:
         self.values[node] = new
 
     def _region(self, region: CutRegion) -> None:
-        index = self.place.start + region.info.index
-        for op in self.transfers.prefetches.get(index, ()):
-            args = (op.weight, op.first, op.end, op.window)
-            self.graph.call_function(PREFETCH, (*args, True) if op.next_step else args)
-        for weight in self.transfers.waits.get(index, ()):
-            self.graph.call_function(WAIT, (weight,))
+        run = Run(self.place.start + region.info.index)
+        write(self.graph, self.before[run])
         key = region.info.key if self.share else region.info.name
         target = self.shared.setdefault(key, f"lowered_{len(self.shared)}")
         if target not in self.root:
@@ -179,8 +169,7 @@ class _Writer:
             element = self.graph.create_node("call_function", operator.getitem, (call, position), name=value.name)
             element.meta = {**value.meta, SOURCE: value.name}
             self.values[value] = element
-        for weight in self.transfers.evicts.get(index, ()):
-            self.graph.call_function(EVICT, (weight,))
+        write(self.graph, self.after[run])
 
 
 def _identifier(name: str) -> str:
@@ -188,28 +177,31 @@ def _identifier(name: str) -> str:
     return f"{identifier}_" if keyword.iskeyword(identifier) else identifier
 
 
-def program_items(program: Program) -> list[tuple[Node, ScheduleItem | None]]:
-    """Every node of a program and its schedule item, None for inputs, constants and outputs of regions."""
+def issued(program: Program) -> Iterator[tuple[Node, Step]]:
+    """Every node of a program with its ops, none for inputs, constants and outputs of regions.
+
+    Regions and collectives have their indices in the problem of the program; windows and events are those of its cycle.
+    """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
-    items: list[tuple[Node, ScheduleItem | None]] = []
-    barrier = False  # backward, because a wait is a barrier if a collective follows it
-    for node in reversed(program.module.graph.nodes):
-        item: ScheduleItem | None = prefetch_of(node)
-        if node.target is WAIT:
-            items.append((node, Wait(str(node.args[0]), barrier)))
-            continue
-        barrier = collective_kind(node) is not None
-        if barrier:
-            item = Collect(collectives[source_of(node)])
-        elif node.target is EVICT:
-            item = Evict(str(node.args[0]))
-        elif node.op == "call_module":
-            item = Compute(regions[node.name])
+    opened = set[int]()
+    for node in program.module.graph.nodes:
+        ops: list[Op] = []
+        if (transfer := transfer_of(node)) is not None:
+            ops += unfolded(transfer, opened)
+        elif collective_kind(node) is not None:
+            index = collectives[source_of(node)]
+            ops += (Start(index), Finish(index)) if completes_itself(node) else (Start(index),)
         elif is_wait_tensor(node):
-            item = Await(collectives[source_of(collective_of(node))])
-        items.append((node, item))
-    return items[::-1]
+            ops += (Finish(collectives[source_of(collective)]) for collective in awaited(node))
+        elif node.op == "call_module":
+            ops.append(Run(regions[node.name]))
+        yield node, tuple(ops)
+
+
+def ops_of(program: Program) -> Step:
+    """The step that a program issues."""
+    return tuple(op for _, ops in issued(program) for op in ops)
 
 
 def source_of(node: Node) -> str:

@@ -37,7 +37,6 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
-from .arrivals import Arrivals
 from .borders import check_borders
 from .collectives import check_collectives
 from .cycle import Cycle
@@ -95,17 +94,15 @@ def verify_call(
     cycle: Cycle,
     call: int,
     program: Program,
-    marks: Arrivals,
-    own_marks: Arrivals,
     keys: MutableMapping[GraphModule, str] | None = None,
 ) -> None:
     """Prove that a program may take the place of a call of a proved cycle: it moves and reads the same weights there.
 
-    ``marks``: the marks of the cycle.  ``own_marks``: those with which the program runs.  ``keys``: see check_data_flow.
+    ``keys``: see check_data_flow.
     Only the program and the call are unrolled, because the others stay, and only as they are issued: the order that this
     gives them follows from their ops in either form.  Raises FindingError if it may not.
     """
-    violations = _check_place(cycle, call, program, marks, own_marks, {} if keys is None else keys)
+    violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
 
 
@@ -219,10 +216,11 @@ def _lives(order: HappensBefore) -> _Lives:
         elif op.kind == "chunk" and op.serves is not None:
             if life := lives.get((op.turn, op.weight, op.serves)):
                 life.chunks.setdefault(op.chunk, []).append(i)
-        elif op.kind == "wait" and (life := lives.get((op.turn, op.weight, op.step))):
-            life.waits.append(i)
         elif op.kind == "evict" and (life := lives.get((op.turn, op.weight, op.step))):
             life.evicts.append(i)
+        for weight in op.weights:
+            if life := lives.get((op.turn, weight, op.step)):
+                life.waits.append(i)
         for weight in op.reads:
             if life := lives.get((op.turn, weight, op.step)):
                 life.reads.append(i)
@@ -233,8 +231,6 @@ def _check_place(
     cycle: Cycle,
     call: int,
     program: Program,
-    marks: Arrivals,
-    own_marks: Arrivals,
     keys: MutableMapping[GraphModule, str],
 ) -> Iterator[str]:
     memory = yield from _check_graph(program, keys)
@@ -252,14 +248,16 @@ def _check_place(
                 op.weight,
                 op.chunk,
                 op.serves,
-                op.mark,
+                op.weights,
+                op.awaits,
+                op.records,
                 streamed.intersection(op.reads),
                 op.kind in _WINDOWED and op.label,
             )
-            for op in ops_of_call(placed, its_marks)
+            for op in ops_of_call(placed)
             if op.kind not in ("other", "release") or op.reads
         ]
-        for placed, its_marks in ((cycle.calls[call], marks), (program, own_marks))
+        for placed in (cycle.calls[call], program)
     )
     if before != after or program.plan is not cycle.plan:
         yield f"call {call}: the program does not move or read the weights of the cycle there"

@@ -65,7 +65,7 @@ arg0_1: float32[4, 32]
 blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
 blocks_0_out_weight: float32[32, 32]                                                            #                               at 0 B     4.0 KiB  host, 1 chunks
 # blocks.0: regions 0 to 4
-wait('blocks.0.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
+wait(0, 'blocks.0.qkv.weight')                                                                  #                           at 4.0 KiB              slack 0.383 ms
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)                                               #     1.000 ms  window 0                            24.6 kFLOP
 getitem_1: float32[4, 32] = region_0[0]
 getitem_2: float32[4, 32] = region_0[1]
@@ -83,13 +83,13 @@ transpose_1: float32[2, 8, 8] = region_2[0]
 clone_2: float32[2, 4, 2, 8] = region_2[1]
 all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1 ...#     0.100 ms                               256 B
 wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
-prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3        at 0 B     4.0 KiB  slack 0.894 ms
+prefetch('blocks.0.out.weight', chunks[0:1], window=3, after=1, then=2)                         #     0.206 ms  window 3        at 0 B     4.0 KiB  slack 0.894 ms
 region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)                                     #     1.000 ms  window 3                            4.1 kFLOP
 view_6: float32[2, 4, 2, 8] = region_3[0]
 all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1] ...#     0.100 ms                               256 B
 wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
-prefetch('blocks.0.qkv.weight', chunks[0:3], window=4, next_step=True)                          #     0.617 ms  window 4    at 4.0 KiB    12.0 KiB  slack 0.383 ms
-wait('blocks.0.out.weight')                                                                     #                               at 0 B              slack 0.894 ms
+prefetch('blocks.0.qkv.weight', chunks[0:3], window=4, next_step=True, after=3, then=0)         #     0.617 ms  window 4    at 4.0 KiB    12.0 KiB  slack 0.383 ms
+wait(2, 'blocks.0.out.weight')                                                                  #                               at 0 B              slack 0.894 ms
 region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)                                #     1.000 ms  window 4                            8.19 kFLOP
 add: float32[4, 32] = region_4[0]
 evict('blocks.0.out.weight')                                                                    #                               at 0 B              free
@@ -109,9 +109,9 @@ stage      file               lines    added    removed
 ---------  ---------------  -------  -------  ---------
 traced     00_traced.py          26
 regions    01_regions.py         30       +4         -0
-planned    02_planned.py         56      +26         -0
-rewritten  03_rewritten.py       44      +16        -28
-verified   04_verified.py        46       +2         -0
+planned    02_planned.py         52      +22         -0
+rewritten  03_rewritten.py       40      +16        -28
+verified   04_verified.py        42       +2         -0
 
 read first: /stages/report.txt
 """,
@@ -123,22 +123,23 @@ read first: /stages/report.txt
             in regions
         )
         hunks = re.split(r"(?m)^(?=@@ )", (out / "02_planned.diff").read_text())
-        assert len(hunks) == 6 and "+prefetch('embed.weight', chunks[0:1], window=3, next_step=True)\n" in hunks[4]
+        assert (
+            len(hunks) == 6 and "+prefetch('embed.weight', chunks[0:1], window=3, next_step=True, then=2)\n" in hunks[4]
+        )
         self.assertExpectedInline(
             re.sub(r"key [0-9a-f]{16}", "key ...", "".join(hunks[:2])),
             """\
 # evict: 0 -> 8
 # prefetch: 0 -> 10
-# wait: 0 -> 8
+# wait: 0 -> 4
 --- 01_regions.py
 +++ 02_planned.py
-@@ -9,2 +9,7 @@
+@@ -9,2 +9,6 @@
  arg8_1: float32[8]  # head.bias
-+prefetch('blocks.0.down.weight', chunks[1:2], window=0)
-+prefetch('blocks.0.up.weight', chunks[0:2], window=0)
++prefetch('blocks.0.down.weight', chunks[1:2], window=0, after=0)
++prefetch('blocks.0.up.weight', chunks[0:2], window=0, then=1)
 +prefetch('blocks.1.down.weight', chunks[0:1], window=0)
-+wait('embed.bias')
-+wait('embed.weight')
++wait(2, 'embed.bias', 'embed.weight')
  # region_0(arg1_1, arg2_1, arg0_1): outside blocks, 1 ops, key ...
 """,
         )

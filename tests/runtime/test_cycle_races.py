@@ -11,16 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import MUTATIONS, Mutation, caught, listed
+from mutations import MUTATIONS, Mutation, caught, listed, weights_of
 from random_cycles import CycleBench, Drawn, cycles
 from random_programs import Choices, Layer, Spec, examples
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.ops import PREFETCH, WAIT
-from chunkflow_compile.passes.program.arrivals import arrivals, arrivals_at
-from chunkflow_compile.passes.program.cycle import Cycle, rewritten
+from chunkflow_compile.passes.program.cycle import Cycle, prefetches, rewritten
+from chunkflow_compile.passes.program.rewrite import ops_of
 from chunkflow_compile.passes.program.verify import check, verify, verify_call
+from chunkflow_compile.passes.step import Copy, Record, Wait
 
 # Calls in a run: two passes over the longest cycle, and a jump or two.
 CALLS = 9
@@ -42,7 +43,7 @@ def test_random_cycles_give_the_models_numbers_on_every_schedule(
     def check_all(drawn: Drawn, jumps: float) -> None:
         found = CycleBench(drawn)
         verify(found.cycle)
-        check_marks(found)
+        check_events(found)
         runs = matches(found, found.turns(jumps, CALLS), found.chosen.seed)
         count.update(cycles=1, runs=runs, moved=found.cycle.plan.moved_bytes * runs)
 
@@ -51,15 +52,13 @@ def test_random_cycles_give_the_models_numbers_on_every_schedule(
     record_property("counts", f"{count['cycles']} cycles, part {part}: {count['runs']} runs, 0 mismatches")
 
 
-def check_marks(found: CycleBench) -> None:
-    """The marks of a program that comes into a call's place are those of the whole cycle."""
-    cycle, marks = found.cycle, arrivals(found.cycle)
+def check_events(found: CycleBench) -> None:
+    """The events of the programs are those of the cycle's step, and of a program that comes into a call's place too."""
+    cycle = found.cycle
+    expected = [op for op in cycle.step if isinstance(op, Record | Wait | Copy)]
+    assert [op for call in cycle.calls for op in ops_of(call) if isinstance(op, Record | Wait | Copy)] == expected
     for number in range(len(cycle.calls)):
-        program = rewritten(cycle, number, found.calls[number])
-        quick, whole = arrivals_at(cycle, marks, number, program), arrivals(cycle.at(number, program))
-        assert whole.marked.items() <= dict(quick.marked).items()
-        nodes = set(program.module.graph.nodes)
-        assert quick.awaited == {node: mark for node, mark in whole.awaited.items() if node in nodes}
+        assert cycle.at(number, rewritten(cycle, number, found.calls[number])).signals == cycle.signals
 
 
 class Judge:
@@ -91,10 +90,10 @@ def test_what_verify_accepts_of_a_call_in_a_cycle_is_right(
     @given(cycles, st.integers(0, 2**16))
     def check_all(drawn: Drawn, seed: int) -> None:
         found, rng = CycleBench(drawn), random.Random(seed)
-        cycle, marks = found.cycle, arrivals(found.cycle)
+        cycle = found.cycle
         number = rng.randrange(len(cycle.calls))
         whole = rewritten(cycle, number, found.calls[number])
-        verify_call(cycle, number, whole, marks, arrivals_at(cycle, marks, number, whole))
+        verify_call(cycle, number, whole)
         try:
             program = mutation(whole, rng)
         except (KeyError, StopIteration):  # it moves a weight that another call reads
@@ -104,7 +103,7 @@ def test_what_verify_accepts_of_a_call_in_a_cycle_is_right(
         mutated = cycle.at(number, program)
         if judge.refuses(found, mutated if program.plan is cycle.plan else _with_plan(mutated, program.plan)):
             with pytest.raises(FindingError):
-                verify_call(cycle, number, program, marks, arrivals_at(cycle, marks, number, program))
+                verify_call(cycle, number, program)
 
     check_all()
     record_property("counts", judge.summary(mutation.__name__))
@@ -112,14 +111,14 @@ def test_what_verify_accepts_of_a_call_in_a_cycle_is_right(
 
 def prefetch_in_another_call(cycle: Cycle, rng: random.Random) -> Cycle | None:
     """Moves a prefetch to the end of another call, with its window."""
-    found = [(i, node) for i, node, _ in cycle.prefetches]
+    found = [(i, node) for i, call in enumerate(cycle.calls) for node, _ in prefetches(call)]
     if not found or len(cycle.calls) < 2:
         return None
     number, node = rng.choice(found)
     other = rng.choice([i for i in range(len(cycle.calls)) if i != number])
     graph = cycle.calls[other].module.graph
     with graph.inserting_before(next(iter(graph.find_nodes(op="output")))):
-        graph.call_function(PREFETCH, node.args)
+        graph.call_function(PREFETCH, node.args, node.kwargs)
     cycle.calls[number].module.graph.erase_node(node)
     return replace(cycle)
 
@@ -172,9 +171,9 @@ def test_a_wait_for_a_copy_that_a_jump_leaves_out_is_refused() -> None:
     ]
     found = CycleBench((specs, [0, 1, 0, 1], False, Choices(stay=0.0, reach=0, hard=False, seed=49906)))
     verify(found.cycle)
-    (read,) = [n for n in found.cycle.calls[3].module.graph.nodes if n.target is WAIT and "down" in str(n.args[0])]
-    with read.graph.inserting_before(read):
-        read.graph.call_function(WAIT, ("2.head.weight",))
+    waits = [n for call in found.cycle.calls for n in call.module.graph.nodes if n.target is WAIT]
+    (read,) = [n for n in waits if "3.down.0.weight" in weights_of(n)]
+    read.args = next(n.args[0] for n in waits if "2.head.weight" in weights_of(n)), read.args[1]
     with pytest.raises(FindingError, match=r"3\.down\.0\.weight: after a jump to call 3, region_\d+ .* does not wait"):
         verify(found.cycle)
     calls = [found.cycle.calls[i] for i in (0, 1, 2, 3, 3, 0, 3)]

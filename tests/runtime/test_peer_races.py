@@ -128,11 +128,11 @@ def test_a_window_in_two_parts_opens_in_the_lane_of_each() -> None:
     chosen = Choices(stay=0.0, reach=1, hard=False, seed=65535)
     found = PeersBench(Spec(24, (Layer(20, False, False),), twice=False, tied=False, seed=4696), chosen)
     program = found.program(chosen)
-    (_, first), (copied, second) = list(prefetches(program))[-2:]
+    (pulled, first), (copied, second) = list(prefetches(program))[-2:]
     assert (first.weight, second.weight) == ("head.weight", "up.0.weight") and first.window == second.window
     assert program.plan.pulled == {first.weight}
     with program.module.graph.inserting_before(copied):
-        program.module.graph.call_function(WAIT, (first.weight,))
+        program.module.graph.call_function(WAIT, (pulled.kwargs["then"], (first.weight,)))
     verify(program)
     matches(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
 

@@ -49,6 +49,9 @@ SHOWN = {
     "swap_weights_of_regions",
     "wait_for_another_weight",
     "write_beside_a_collective",
+    "drop_an_event",
+    "swap_two_events",
+    "wait_on_another_stream",
 }
 
 
@@ -130,8 +133,8 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
 
 # The stream that waits for each kind of event, and which event it is.
 EVENTS: dict[str, tuple[str, Callable[[Executor, object], bool]]] = {
-    "openings": ("copy", lambda executor, event: event is executor.opening),
-    "arrivals": ("compute", lambda executor, event: any(event is arrived for arrived in executor.state.arrived)),
+    "openings": ("copy", lambda executor, event: any(event is opening for opening in executor.state.events)),
+    "arrivals": ("compute", lambda executor, event: any(event is arrival for arrival in executor.state.events)),
     "starts of collectives": ("collective", lambda executor, event: True),
     "ends of collectives": ("compute", lambda executor, event: event is executor.ended),
     "handovers": ("copy", lambda executor, event: event is executor.handover),

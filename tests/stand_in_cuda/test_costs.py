@@ -32,7 +32,7 @@ def test_calls_of_a_step_of_60_blocks(record_property: Callable[[str, object], N
         found["measured" if step < FIRST_STEPS else "not measured"] = made
     assert torch.equal(got, twin(x))
     plan, nodes = programs(model)[0].plan, programs(model)[0].program.module.graph.nodes
-    prefetches = [p for n in nodes if (p := prefetch_of(n)) is not None]
+    prefetches = [p.copy for n in nodes if (p := prefetch_of(n)) is not None]
     windows, regions = len({p.window for p in prefetches}), len(plan.regions)
     plain = found["not measured"]
     assert plain["cudaMemcpyAsync"] == len(prefetches)

@@ -24,13 +24,15 @@ def without_arrivals(executor: Executor) -> None:
     executor.device.compute.wait = lambda event, waited=None: None
 
 
-def _skip(executor: Executor, skipped: Any) -> None:
+def _skip(executor: Executor, *skipped: Any) -> None:
     wait = executor.device.copy.wait
-    executor.device.copy.wait = lambda event, waited=None: None if event is skipped else wait(event, waited)
+    executor.device.copy.wait = lambda event, waited=None: (
+        None if any(event is each for each in skipped) else wait(event, waited)
+    )
 
 
 def without_openings(executor: Executor) -> None:
-    _skip(executor, executor.opening)
+    _skip(executor, *executor.state.events)
 
 
 def without_handovers(executor: Executor) -> None:

@@ -18,11 +18,11 @@ from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
 from chunkflow_compile.passes.placement.place import least_memory, place
-from chunkflow_compile.passes.placement.schedule import schedule, transfers
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.step import Order
 
 US = 1e-6
 about = partial(pytest.approx, rel=1e-3, abs=1e-12)
@@ -37,7 +37,7 @@ def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
 
 
 def play(found: Problem, windows: dict[str, tuple[int | None, ...]], machine: Hardware = NVLINK) -> Timeline:
-    return Simulator(found, machine, CHUNK).play(schedule(found, transfers(found, windows)))
+    return Simulator(found, machine, CHUNK).play(Order(found).step(windows))
 
 
 def test_a_pull_takes_the_bytes_of_the_others_and_its_own() -> None:

@@ -65,36 +65,32 @@ class TestSnapshots(TestCase):
 #   hidden: copied from window 2, 1 window ahead of region 3, there 0.945 ms before it is read
 # head.bias: slot 1024, 1 chunks
 #   hidden: copied from window 2, 1 window ahead of region 3, there 0.997 ms before it is read
-prefetch('blocks.0.down.weight', chunks[1:2], window=0)
-prefetch('blocks.0.up.weight', chunks[0:2], window=0)
+prefetch('blocks.0.down.weight', chunks[1:2], window=0, after=0)
+prefetch('blocks.0.up.weight', chunks[0:2], window=0, then=1)
 prefetch('blocks.1.down.weight', chunks[0:1], window=0)
-wait('embed.bias')
-wait('embed.weight')
+wait(2, 'embed.bias', 'embed.weight')
 region_0 = lowered_0(embed_bias, arg2_1, embed_weight)
 addmm: float32[4, 32] = region_0[0]
 evict('embed.bias')
 evict('embed.weight')
-prefetch('blocks.1.down.weight', chunks[1:2], window=1)
-prefetch('blocks.1.up.weight', chunks[0:2], window=1)
-wait('blocks.0.down.weight')
-wait('blocks.0.up.weight')
+prefetch('blocks.1.down.weight', chunks[1:2], window=1, after=3)
+prefetch('blocks.1.up.weight', chunks[0:2], window=1, then=4)
+wait(1, 'blocks.0.down.weight', 'blocks.0.up.weight')
 region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
 add: float32[4, 32] = region_1[0]
 evict('blocks.0.down.weight')
 evict('blocks.0.up.weight')
-prefetch('head.bias', chunks[0:1], window=2)
-prefetch('head.weight', chunks[0:1], window=2)
-wait('blocks.1.down.weight')
-wait('blocks.1.up.weight')
+prefetch('head.bias', chunks[0:1], window=2, after=5)
+prefetch('head.weight', chunks[0:1], window=2, then=6)
+wait(4, 'blocks.1.down.weight', 'blocks.1.up.weight')
 region_2 = lowered_1(add, blocks_1_up_weight, blocks_1_down_weight)
 add_1: float32[4, 32] = region_2[0]
 evict('blocks.1.down.weight')
 evict('blocks.1.up.weight')
-prefetch('embed.bias', chunks[0:1], window=3, next_step=True)
-prefetch('embed.weight', chunks[0:1], window=3, next_step=True)
+prefetch('embed.bias', chunks[0:1], window=3, next_step=True, after=7)
+prefetch('embed.weight', chunks[0:1], window=3, next_step=True, then=2)
 prefetch('blocks.0.down.weight', chunks[0:1], window=3, next_step=True)
-wait('head.bias')
-wait('head.weight')
+wait(6, 'head.bias', 'head.weight')
 region_3 = lowered_2(head_bias, add_1, head_weight)
 addmm_1: float32[4, 8] = region_3[0]
 evict('head.bias')
@@ -115,7 +111,7 @@ return (addmm_1,)
 #   hidden: copied from window 4, 1 window ahead of region 5, there 0.383 ms before it is read
 # blocks.1.out.weight: slot 0, 1 chunks
 #   hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
-wait('blocks.0.qkv.weight')
+wait(0, 'blocks.0.qkv.weight')
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)
 getitem_1: float32[4, 32] = region_0[0]
 getitem_2: float32[4, 32] = region_0[1]
@@ -133,17 +129,17 @@ transpose_1: float32[2, 8, 8] = region_2[0]
 clone_2: float32[2, 4, 2, 8] = region_2[1]
 all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1], [1, 1], '0')
 wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
-prefetch('blocks.0.out.weight', chunks[0:1], window=3)
+prefetch('blocks.0.out.weight', chunks[0:1], window=3, after=1, then=2)
 region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)
 view_6: float32[2, 4, 2, 8] = region_3[0]
 all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1], [1, 1], '0')
 wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
-prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)
-wait('blocks.0.out.weight')
+prefetch('blocks.1.qkv.weight', chunks[0:3], window=4, after=3, then=4)
+wait(2, 'blocks.0.out.weight')
 region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)
 add: float32[4, 32] = region_4[0]
 evict('blocks.0.out.weight')
-wait('blocks.1.qkv.weight')
+wait(4, 'blocks.1.qkv.weight')
 region_5 = lowered_0(add, blocks_1_qkv_weight)
 getitem_6: float32[4, 32] = region_5[0]
 getitem_7: float32[4, 32] = region_5[1]
@@ -161,13 +157,13 @@ transpose_5: float32[2, 8, 8] = region_7[0]
 clone_6: float32[2, 4, 2, 8] = region_7[1]
 all_to_all_single_6: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_6, [1, 1], [1, 1], '0')
 wait_tensor_6: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_6)
-prefetch('blocks.1.out.weight', chunks[0:1], window=8)
+prefetch('blocks.1.out.weight', chunks[0:1], window=8, after=5, then=6)
 region_8 = lowered_3(wait_tensor_6, transpose_4, transpose_5)
 view_14: float32[2, 4, 2, 8] = region_8[0]
 all_to_all_single_7: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_14, [1, 1], [1, 1], '0')
 wait_tensor_7: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_7)
-prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step=True)
-wait('blocks.1.out.weight')
+prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step=True, after=7, then=0)
+wait(6, 'blocks.1.out.weight')
 region_9 = lowered_4(wait_tensor_7, blocks_1_out_weight, add)
 add_1: float32[4, 32] = region_9[0]
 evict('blocks.1.out.weight')
@@ -188,17 +184,16 @@ return (add_1,)
 # embed.bias: resident (small: 128 B)
 # head.weight: resident (small: 1.0 KiB)
 # head.bias: resident (small: 32 B)
-prefetch('blocks.0.down.weight', chunks[1:2], window=0)
-prefetch('blocks.0.up.weight', chunks[0:2], window=0)
+prefetch('blocks.0.down.weight', chunks[1:2], window=0, after=0)
+prefetch('blocks.0.up.weight', chunks[0:2], window=0, then=1)
 region_0 = lowered_0(embed_weight, embed_bias, arg2_1)
 addmm: float32[4, 32] = region_0[0]
-wait('blocks.0.down.weight')
-wait('blocks.0.up.weight')
+wait(1, 'blocks.0.down.weight', 'blocks.0.up.weight')
 region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
 add: float32[4, 32] = region_1[0]
 evict('blocks.0.down.weight')
 evict('blocks.0.up.weight')
-prefetch('blocks.0.down.weight', chunks[0:1], window=2, next_step=True)
+prefetch('blocks.0.down.weight', chunks[0:1], window=2, next_step=True, after=2)
 region_2 = lowered_2(head_weight, head_bias, add)
 addmm_1: float32[4, 8] = region_2[0]
 return (addmm_1,)
@@ -216,13 +211,13 @@ return (addmm_1,)
 # embed.weight: resident (tied: also head.weight)
 region_0 = lowered_0(embed_weight, arg1_1)
 mm: float32[4, 32] = region_0[0]
-prefetch('blocks.1.weight', chunks[0:1], window=1)
-wait('blocks.0.weight')
+prefetch('blocks.1.weight', chunks[0:1], window=1, after=0, then=1)
+wait(2, 'blocks.0.weight')
 region_1 = lowered_1(mm, blocks_0_weight)
 mm_1: float32[4, 32] = region_1[0]
 evict('blocks.0.weight')
-prefetch('blocks.0.weight', chunks[0:1], window=2, next_step=True)
-wait('blocks.1.weight')
+prefetch('blocks.0.weight', chunks[0:1], window=2, next_step=True, after=3, then=2)
+wait(1, 'blocks.1.weight')
 region_2 = lowered_1(mm_1, blocks_1_weight)
 mm_2: float32[4, 32] = region_2[0]
 evict('blocks.1.weight')

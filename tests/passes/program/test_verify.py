@@ -68,7 +68,11 @@ def mutated(program: Program, change: Callable[[Program], object]) -> Program:
 
 
 def find(program: Program, target: Any, weight: str) -> Node:
-    return next(n for n in program.module.graph.nodes if n.target is target and n.args[0] == weight)
+    return next(
+        n
+        for n in program.module.graph.nodes
+        if n.target is target and weight in (mutations.weights_of(n) if target is WAIT else n.args)
+    )
 
 
 def reader(program: Program, weight: str) -> Node:
@@ -224,7 +228,7 @@ def swap_lowered_code(copied: Program) -> None:
 
 def move_an_unknown_weight(copied: Program) -> None:
     node = next(n for n in copied.module.graph.nodes if n.target is WAIT)
-    node.args = ("nothing",)
+    node.args = (node.args[0], ("nothing",))
 
 
 def complete_after_the_reader(copied: Program) -> None:

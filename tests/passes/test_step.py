@@ -1,0 +1,205 @@
+"""The step: compute awaits the copies that it needs and no others, and the nodes of a program carry all events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import CHUNK, problem, small_problems, weight
+from torch.fx import Graph
+
+from chunkflow_compile.passes.ops import folded, transfer_of, unfolded, write
+from chunkflow_compile.passes.placement.policies import next_block_barriers
+from chunkflow_compile.passes.placement.search import barriers
+from chunkflow_compile.passes.plan import Barrier, Windows
+from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evict,
+    Finish,
+    Op,
+    Order,
+    Record,
+    Run,
+    Start,
+    Step,
+    Wait,
+    joined,
+    transfers,
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A problem whose weights are in two lanes, legal windows, barriers and joins."""
+
+    problem: Problem
+    windows: dict[str, Windows]
+    barriers: tuple[Barrier, ...]
+    joins: tuple[int, ...]
+
+    def step(self, joins: tuple[int, ...] = ()) -> Step:
+        return Order(self.problem).step(self.windows, self.barriers, joins, kept=True)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Drawn:
+    found = draw(small_problems(9))
+    rng = random.Random(draw(st.integers(0, 2**16)))
+    found = replace(found, weights=tuple(replace(w, peers=rng.choice([0, 0, 2])) for w in found.weights))
+    count, windows = len(found.regions), dict[str, Windows]()
+    for each in found.weights:
+        first, last = each.uses[0], each.uses[-1]
+        around = [w % count for w in range(last + 1 - count, first + 1)]
+        if rng.random() < 0.9:
+            windows[each.name] = tuple(rng.choice([None, *around, *around]) for _ in range(-(-each.nbytes // CHUNK)))
+    moved = [w for w in found.weights if any(k is not None for k in windows.get(w.name, ()))]
+    lanes = [[w.name for w in moved if bool(w.peers) == pulls] for pulls in (False, True)]
+    kind = draw(st.sampled_from(["", "newest", "next block"]))
+    chosen: tuple[Barrier, ...] = ()
+    if kind == "newest":
+        chosen = barriers(found, Order(found).step(windows), lanes)
+    elif kind:
+        chosen = next_block_barriers(found, moved)
+    return Drawn(found, windows, chosen, draw(st.sampled_from([(count,), (1, count)])))
+
+
+@dataclass
+class Lanes:
+    """Steps that are played op by op: the number of copies issued in each lane, and how many of them compute has awaited.
+
+    ``arrives``: weight and step that a copy serves -> its lane and number, of the newest one.  ``moved``: the weights of the
+    copies.  ``marks``: event -> the copy that it marks.
+    """
+
+    issued: dict[str, int]
+    awaited: dict[str, int]
+    arrives: dict[tuple[str, int], tuple[str, int]]
+    moved: dict[tuple[str, int], str]
+    marks: dict[int, tuple[str, int]]
+
+    def play(self, step: Step, number: int) -> Iterator[tuple[Op, int]]:
+        """Each op with the number of the step, when it has been issued."""
+        for op in step:
+            if isinstance(op, Copy):
+                self.issued[op.stream] += 1
+                copy = op.stream, self.issued[op.stream]
+                self.arrives[op.weight, number + op.next_step], self.moved[copy] = copy, op.weight
+            elif isinstance(op, Record) and op.stream != "compute":
+                self.marks[op.event] = op.stream, self.issued[op.stream]
+            elif isinstance(op, Wait) and op.stream == "compute" and op.event in self.marks:
+                lane, newest = self.marks[op.event]
+                self.awaited[lane] = max(self.awaited[lane], newest)
+            yield op, number
+
+
+def played(step: Step, steps: int) -> Iterator[tuple[Op, int, Lanes]]:
+    lanes = Lanes({"copy": 0, "pull": 0}, {"copy": 0, "pull": 0}, {}, {}, {})
+    for number in range(steps):
+        yield from ((op, at, lanes) for op, at in lanes.play(step, number))
+
+
+@settings(max_examples=300, deadline=None)
+@given(drawn())
+def test_a_region_has_awaited_every_copy_of_its_weights_and_no_other(found: Drawn) -> None:
+    uses = {w.name: w.uses[0] for w in found.problem.weights}
+    seen = 0
+    for op, number, lanes in played(found.step(), 3):
+        if isinstance(op, Run):
+            for name in (name for name, first in uses.items() if first == op.region):
+                lane, newest = lanes.arrives.get((name, number), ("copy", 0))
+                assert lanes.awaited[lane] >= newest
+                seen += newest > 0
+        elif isinstance(op, Wait) and op.weights and op.event in lanes.marks:
+            assert lanes.moved[lanes.marks[op.event]] in op.weights
+    assert seen or not any(isinstance(op, Copy) for op in found.step())
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn())
+def test_a_join_awaits_every_copy_issued_so_far(found: Drawn) -> None:
+    plain = found.step()
+    count = len(found.problem.regions)
+    assert found.step((count,)) == joined(plain) and transfers(joined(plain)) == transfers(plain)
+    copies = 0
+    for op, number, lanes in played(found.step(found.joins), 2):
+        if isinstance(op, Run) and op.region in found.joins and number:
+            opened = sum(isinstance(o, Copy) and o.window == op.region for o in plain)
+            assert sum(lanes.issued.values()) - sum(lanes.awaited.values()) <= opened
+        copies += isinstance(op, Copy)
+    assert lanes.awaited == lanes.issued and sum(lanes.issued.values()) == copies
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn())
+def test_each_window_is_opened_once_and_each_lane_waits_for_that(found: Drawn) -> None:
+    step = found.step()
+    marks = [(at, op.event) for at, op in enumerate(step) if isinstance(op, Record) and op.stream == "compute"]
+    windows = {op.window for op in step if isinstance(op, Copy)}
+    assert len(marks) == len(windows)
+    for at, event in marks:
+        window = next(op.window for op in step[at:] if isinstance(op, Copy))
+        copies = [op for op in step if isinstance(op, Copy) and op.window == window]
+        waits = [op.stream for op in step if isinstance(op, Wait) and op.event == event]
+        assert waits == list(dict.fromkeys(op.stream for op in copies))
+        for lane in waits:
+            first = next(op for op in copies if op.stream == lane)
+            assert step[step.index(first) - 1] == Wait(lane, event)
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn())
+def test_nodes_carry_all_transfer_ops_with_their_events(found: Drawn) -> None:
+    step = found.step()
+    named = list(dict.fromkeys(op.event for op in step if isinstance(op, Record | Wait)))
+    assert named == list(range(len(named))), "numbered in the order in which they are named"
+    before, after = transfers(step)
+    opened, again = set[int](), list[Op]()
+    for ops in (*before.values(), *after.values()):
+        write(graph := Graph(), ops)
+        found_ops = [op for node in graph.nodes if (op := transfer_of(node)) is not None]
+        assert found_ops == list(folded(ops)) and len(found_ops) == len(graph.nodes)
+        mine = [op for transfer in found_ops for op in unfolded(transfer, opened)]
+        assert mine == list(ops)
+        again += mine
+    assert len(again) == sum(not isinstance(op, Run | Start | Finish) for op in step)
+
+
+def test_a_small_step() -> None:
+    """Two lanes, a barrier at which one weight has no copy that compute has not awaited, and a resident chunk."""
+    weights = [weight(0, 2 * CHUNK, (0,)), weight(1, CHUNK, (1,)), replace(weight(2, CHUNK, (1,)), peers=2)]
+    found = problem([1, 1], [*weights, weight(3, CHUNK, (0,))], [(1, 1)])
+    windows: dict[str, Windows] = {"w0": (1, 1), "w1": (0,), "w2": (1,), "w3": (None,)}
+    step = Order(found).step(windows, [Barrier(collective="c0", weights=("w1", "w2", "w0"))], (2,), kept=True)
+    assert step == (
+        Record("compute", 0),
+        Wait("copy", 0),
+        Copy("copy", "w1", 0, 1, 0),
+        Record("copy", 1),
+        Wait("compute", 2, ("w0", "w3")),
+        Run(0),
+        Evict("w0"),
+        Evict("w3"),
+        Wait("compute", 1, ("w1", "w0")),
+        Start(0),
+        Finish(0),
+        Record("compute", 3),
+        Wait("pull", 3),
+        Copy("pull", "w2", 0, 1, 1),
+        Record("pull", 4),
+        Wait("copy", 3),
+        Copy("copy", "w0", 0, 2, 1, next_step=True),
+        Record("copy", 2),
+        Wait("compute", 1, ("w1",)),
+        Wait("compute", 4, ("w2",)),
+        Run(1),
+        Evict("w1"),
+        Evict("w2"),
+        Record("copy", 5),
+        Record("pull", 6),
+        Wait("compute", 5),
+        Wait("compute", 6),
+    )
