@@ -60,7 +60,7 @@ Transfer = Prefetch | Wait | Evict
 
 
 def folded(ops: Iterable[Op]) -> Iterator[Transfer]:
-    """Transfer ops as nodes.  ``ops``: of one region or collective, with their events, as :class:`step.Order` orders them."""
+    """Transfer ops as nodes.  ``ops``: those next to a region or a collective, see :func:`step.transfers`."""
     opened: dict[str, int] = {}  # lane -> the opening for which it waits
     prefetch: Prefetch | None = None
     for op in ops:

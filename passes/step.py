@@ -105,9 +105,9 @@ _Place = tuple[int, int, int, int]
 _Newest = tuple[int, _Place]
 
 
-def order_of(problem: Problem, plan: Plan) -> Step:
+def order(problem: Problem, plan: Plan) -> Step:
     """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
-    return Order(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+    return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 def joined(step: Step) -> Step:
@@ -165,8 +165,8 @@ class _Placed(NamedTuple):
     evicted: dict[int, list[Evict]]
 
 
-class Order:
-    """Orders the ops of a step of a problem."""
+class Scheduler:
+    """Orders the ops of the steps of a problem."""
 
     def __init__(self, problem: Problem) -> None:
         self._count = count = len(problem.regions)

@@ -271,5 +271,5 @@ def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan
         earliest = max(chunk.last + 1 - count, chunk.first - (chosen.reach or count))
         placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
     windows = as_windows(planner.chunks, placed, count)
-    hard = planner.barriers(planner.order.step(windows)) if chosen.hard else ()
+    hard = planner.barriers(planner.scheduler.step(windows)) if chosen.hard else ()
     return Builder(planner, MACHINE, "chunkflow", inside).plan(windows, hard)

@@ -19,7 +19,7 @@ from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
 from chunkflow_compile.passes.ops import Prefetch, Transfer, folded, transfer_of
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued
-from chunkflow_compile.passes.step import Evict, Finish, Op, Run, Start, Step, Wait, order_of, transfers
+from chunkflow_compile.passes.step import Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
 
 PROOF, INPUTS = "proof", "inputs"
 
@@ -51,7 +51,7 @@ def stage_lines(stage: Stage) -> list[Line]:
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
     if stage.cut is not None:
-        step = () if stage.plan is None else order_of(stage.cut.problem, stage.plan)
+        step = () if stage.plan is None else order(stage.cut.problem, stage.plan)
         return list(_regions(stage.cut, step))
     return list(_graph_lines(stage))
 
@@ -164,12 +164,17 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
 
 def _items(program: Program) -> Iterator[tuple[Node, Transfer | Run | Start | Finish | None, bool]]:
     """Every node of a program with what it does, and whether it waits before a collective."""
-    found = [(node, transfer_of(node) or next(iter(ops), None)) for node, ops in issued(program)]
+    found = [(node, transfer_of(node) or _placed(ops)) for node, ops in issued(program)]
     barriers, barrier = set[Node](), False
     for node, item in reversed(found):
         barrier = barrier if isinstance(item, Wait) else isinstance(item, Start)
         barriers |= {node} if barrier else set()
     return ((node, item, node in barriers) for node, item in found)
+
+
+def _placed(ops: Step) -> Run | Start | Finish | None:
+    """What a node does that is no transfer op."""
+    return next((op for op in ops if isinstance(op, Run | Start | Finish)), None)
 
 
 def _input(node: Node, weight: str, block: str, note: str) -> Iterator[Line]:

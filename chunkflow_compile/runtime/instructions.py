@@ -18,9 +18,9 @@ from chunkflow_compile.passes.ops import Prefetch, transfer_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.lifetimes import over
-from chunkflow_compile.passes.program.rewrite import SOURCE, Program
+from chunkflow_compile.passes.program.rewrite import SOURCE, Program, issued
 from chunkflow_compile.passes.step import Copy as CopyOp
-from chunkflow_compile.passes.step import Evict
+from chunkflow_compile.passes.step import Evict, Record
 from chunkflow_compile.passes.step import Wait as WaitOp
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import DriveBytes
@@ -193,16 +193,14 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
     program = on.program
     windows = len(program.problem.regions)
     number = {node.name: i for node, i in on.number.items()}
-    opened = set[int]()
     window = 0  # the region that runs next
-    for node in program.module.graph.nodes:
+    for node, ops in issued(program):
         if node.op == "placeholder":
             continue
         issue = _issue(on, node, min(window, windows - 1))
         window += node.op == "call_module"
-        if isinstance(issue, Fetch) and issue.after is not None:
-            issue = replace(issue, opens=issue.after not in opened)
-            opened.add(issue.after)
+        if isinstance(issue, Fetch):
+            issue = replace(issue, opens=isinstance(ops[0], Record))
         if issue is not None:
             yield issue
         if window < windows and (values := program.releases.get(node.name)):

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem, Weight
-from chunkflow_compile.passes.step import Copy, Evict, Op, Order, Record, Run, Wait
+from chunkflow_compile.passes.step import Copy, Evict, Op, Record, Run, Scheduler, Wait
 
 from .arms import PlayedStep
 
@@ -41,7 +41,7 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
     copied = tuple(w for group in groups for w in group)
     played = replace(problem, weights=copied)
     ops = list(_copied(groups[0], 0)) if groups else []
-    for op in Order(played).step({}):
+    for op in Scheduler(played).step({}):
         block = begins.get(op.region) if isinstance(op, Run) else None
         if block is not None:
             ops += [Wait("compute", block, tuple(w.name for w in groups[block]))] if groups[block] else []

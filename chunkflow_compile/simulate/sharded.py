@@ -25,7 +25,7 @@ from chunkflow_compile.passes.names import Moves, Sharded
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
 from chunkflow_compile.passes.problem import Collective, Problem
-from chunkflow_compile.passes.step import Copy, Finish, Op, Order, Run, Start, Step
+from chunkflow_compile.passes.step import Copy, Finish, Op, Run, Scheduler, Start, Step
 
 from .arms import PlayedStep
 
@@ -61,7 +61,7 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
     )
     played = replace(problem, weights=copied, collectives=(*problem.collectives, *gathers))
     ops = list[Op]()
-    for op in Order(played).step({}):
+    for op in Scheduler(played).step({}):
         if isinstance(op, Start) and op.collective >= given:
             continue  # issued where the block before its own begins, or when its shard has arrived
         if isinstance(op, Run) and op.region in begins:

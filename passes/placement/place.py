@@ -213,7 +213,7 @@ class Builder:
 
     def candidate(self, candidate: Candidate) -> Plan:
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
-        hard = self.planner.barriers(self.planner.order.step(windows)) if candidate.hard else ()
+        hard = self.planner.barriers(self.planner.scheduler.step(windows)) if candidate.hard else ()
         return self.plan(windows, hard, candidate.slots)
 
     def slots(self, candidate: Candidate, quick: bool = False) -> int:
@@ -234,7 +234,7 @@ class Builder:
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
-        timeline = self.planner.simulator.play(self.planner.order.step(windows, hard, self.planner.joins))
+        timeline = self.planner.simulator.play(self.planner.scheduler.step(windows, hard, self.planner.joins))
         weights = []
         for weight in self.problem.weights:
             mine = windows.get(weight.name, ()) if weight.name in at else ()

@@ -16,7 +16,7 @@ from itertools import accumulate
 from chunkflow_compile.passes.names import MOVES, Moves, Yield
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Order, Start, Step
+from chunkflow_compile.passes.step import Copy, Scheduler, Start, Step
 
 from .policies import layerwise
 from .residency import rank
@@ -72,7 +72,7 @@ class Planner:
     ) -> None:
         """``outside``: see place.  ``joins``: of the plan."""
         self.problem = problem
-        self.order = Order(problem)
+        self.scheduler = Scheduler(problem)
         self.joins = joins
         self.outside = outside
         self.yields = yields
@@ -84,7 +84,7 @@ class Planner:
         self.kept_bytes = (
             outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
-        self.resident = simulator.play(self.order.step({}))
+        self.resident = simulator.play(self.scheduler.step({}))
         self.links: dict[Moves, Link] = {use: link_of(self.resident, simulator, joins, use) for use in MOVES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
@@ -139,8 +139,8 @@ class Planner:
 
     def _step(self, placed: Sequence[int | None], hard: bool, joins: tuple[int, ...]) -> Step:
         windows = as_windows(self.chunks, placed, self.count)
-        step = self.order.step(windows, joins=joins)
-        return self.order.step(windows, self.barriers(step), joins) if hard else step
+        step = self.scheduler.step(windows, joins=joins)
+        return self.scheduler.step(windows, self.barriers(step), joins) if hard else step
 
     @cached_property
     def everything(self) -> Candidate:

@@ -21,7 +21,7 @@ from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.pieces import from_others
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Order, Record, Run, Start, Step, Wait
+from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Record, Run, Scheduler, Start, Step, Wait
 
 from .resources import IDLE, Drive, Phase, Queue, Transfer, Use, stretches
 
@@ -153,7 +153,7 @@ class Simulator:
     def step_under(self, plan: Plan) -> float:
         """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
         windows = {w.name: w.windows for w in plan.streamed}
-        return self.play(Order(self.problem).step(windows, plan.barriers, plan.joins), spans=False).step_s
+        return self.play(Scheduler(self.problem).step(windows, plan.barriers, plan.joins), spans=False).step_s
 
 
 class Playback:

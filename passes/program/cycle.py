@@ -23,7 +23,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.ops import Prefetch, Transfer, prefetch_of, transfer_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
-from chunkflow_compile.passes.step import Copy, Step, Wait, order_of
+from chunkflow_compile.passes.step import Copy, Step, Wait, order
 
 from .rewrite import CyclePlace, Program, rewrite
 
@@ -84,7 +84,7 @@ class Cycle:
     @cached_property
     def step(self) -> Step:
         """The step that the plan orders: the ops of all calls."""
-        return order_of(self.problem, self.plan)
+        return order(self.problem, self.plan)
 
     @cached_property
     def prefetches(self) -> tuple[tuple[int, Prefetch], ...]:

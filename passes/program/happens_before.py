@@ -49,10 +49,10 @@ from torch.fx import Node
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
 from chunkflow_compile.passes.names import MOVES
 from chunkflow_compile.passes.ops import Prefetch, transfer_of
-from chunkflow_compile.passes.step import Evict, Wait
+from chunkflow_compile.passes.step import Evict, Record, Wait
 
 from .cycle import Cycle, border
-from .rewrite import Program
+from .rewrite import Program, issued
 
 StreamName = Literal["compute", "copy", "pull", "collective"]
 # fmt: off
@@ -245,14 +245,12 @@ def ops_of_call(program: Program, turn: int = 0, step: int = 0) -> Iterator[Op]:
     """The ops of one call of a program in its place in a cycle."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     released = _released(program)
-    opened = set[int]()
-    for node in program.module.graph.nodes:
+    for node, ops in issued(program):
         transfer = transfer_of(node)
         if isinstance(transfer, Prefetch):
-            if transfer.after is not None and transfer.after not in opened:
-                opened.add(transfer.after)
+            if isinstance(ops[0], Record):
                 label = f"opening of window {transfer.copy.window}"
-                yield Op(turn, step, "compute", "open", label, records=(transfer.after,))
+                yield Op(turn, step, "compute", "open", label, records=(ops[0].event,))
             yield from _chunks(transfer, turn, step)
         elif isinstance(transfer, Wait):
             label = f"wait({', '.join(map(repr, transfer.weights))})"

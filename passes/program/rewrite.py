@@ -32,7 +32,7 @@ from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import transfer_of, unfolded, write
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Finish, Op, Run, Start, Step, order_of, transfers
+from chunkflow_compile.passes.step import Finish, Op, Run, Start, Step, order, transfers
 
 from .lifetimes import releases
 
@@ -100,7 +100,7 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | Non
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
         collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
-        place = CyclePlace(cut.problem, names, order_of(cut.problem, plan), 0, collectives)
+        place = CyclePlace(cut.problem, names, order(cut.problem, plan), 0, collectives)
     return _Writer(cut, plan, share, place).write()
 
 
@@ -180,7 +180,8 @@ def _identifier(name: str) -> str:
 def issued(program: Program) -> Iterator[tuple[Node, Step]]:
     """Every node of a program with its ops, none for inputs, constants and outputs of regions.
 
-    Regions and collectives have their indices in the problem of the program; windows and events are those of its cycle.
+    Regions and collectives have their indices in the problem of the program, -1 for one that it does not have; windows and
+    events are those of its cycle.
     """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
@@ -190,12 +191,12 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
         if (transfer := transfer_of(node)) is not None:
             ops += unfolded(transfer, opened)
         elif collective_kind(node) is not None:
-            index = collectives[source_of(node)]
+            index = collectives.get(source_of(node), -1)
             ops += (Start(index), Finish(index)) if completes_itself(node) else (Start(index),)
         elif is_wait_tensor(node):
-            ops += (Finish(collectives[source_of(collective)]) for collective in awaited(node))
+            ops += (Finish(collectives.get(source_of(collective), -1)) for collective in awaited(node))
         elif node.op == "call_module":
-            ops.append(Run(regions[node.name]))
+            ops.append(Run(regions.get(node.name, -1)))
         yield node, tuple(ops)
 
 

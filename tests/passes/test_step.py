@@ -21,9 +21,9 @@ from chunkflow_compile.passes.step import (
     Evict,
     Finish,
     Op,
-    Order,
     Record,
     Run,
+    Scheduler,
     Start,
     Step,
     Wait,
@@ -42,7 +42,7 @@ class Drawn:
     joins: tuple[int, ...]
 
     def step(self, joins: tuple[int, ...] = ()) -> Step:
-        return Order(self.problem).step(self.windows, self.barriers, joins, kept=True)
+        return Scheduler(self.problem).step(self.windows, self.barriers, joins, kept=True)
 
 
 @st.composite
@@ -61,7 +61,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
     kind = draw(st.sampled_from(["", "newest", "next block"]))
     chosen: tuple[Barrier, ...] = ()
     if kind == "newest":
-        chosen = barriers(found, Order(found).step(windows), lanes)
+        chosen = barriers(found, Scheduler(found).step(windows), lanes)
     elif kind:
         chosen = next_block_barriers(found, moved)
     return Drawn(found, windows, chosen, draw(st.sampled_from([(count,), (1, count)])))
@@ -173,7 +173,7 @@ def test_a_small_step() -> None:
     weights = [weight(0, 2 * CHUNK, (0,)), weight(1, CHUNK, (1,)), replace(weight(2, CHUNK, (1,)), peers=2)]
     found = problem([1, 1], [*weights, weight(3, CHUNK, (0,))], [(1, 1)])
     windows: dict[str, Windows] = {"w0": (1, 1), "w1": (0,), "w2": (1,), "w3": (None,)}
-    step = Order(found).step(windows, [Barrier(collective="c0", weights=("w1", "w2", "w0"))], (2,), kept=True)
+    step = Scheduler(found).step(windows, [Barrier(collective="c0", weights=("w1", "w2", "w0"))], (2,), kept=True)
     assert step == (
         Record("compute", 0),
         Wait("copy", 0),

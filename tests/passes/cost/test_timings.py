@@ -17,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.search import STRAIN, Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.step import Order
+from chunkflow_compile.passes.step import Scheduler
 from chunkflow_compile.runtime.measurement import Measured, StepMeasurement, WindowSeconds, copying_share, measured
 from chunkflow_compile.runtime.traffic import Copied, Traffic, Transfer
 
@@ -58,7 +58,7 @@ def test_sums_equal_the_measured_sums(compute: list[float], collectives: list[fl
     simulator = Simulator(PROBLEM, MACHINE, CHUNK, seen)
     assert sum(simulator.compute_s) == pytest.approx(sum(compute))
     assert sum(simulator.collective_s) == pytest.approx(sum(collectives))
-    resident = simulator.play(Order(PROBLEM).step({}))
+    resident = simulator.play(Scheduler(PROBLEM).step({}))
     assert resident.step_s == pytest.approx(sum(compute) + sum(collectives))
     by_key: dict[str, set[float]] = {}
     for region, seconds in zip(PROBLEM.regions, simulator.compute_s, strict=True):

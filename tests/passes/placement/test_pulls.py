@@ -22,7 +22,7 @@ from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Order
+from chunkflow_compile.passes.step import Scheduler
 
 US = 1e-6
 about = partial(pytest.approx, rel=1e-3, abs=1e-12)
@@ -37,7 +37,7 @@ def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
 
 
 def play(found: Problem, windows: dict[str, tuple[int | None, ...]], machine: Hardware = NVLINK) -> Timeline:
-    return Simulator(found, machine, CHUNK).play(Order(found).step(windows))
+    return Simulator(found, machine, CHUNK).play(Scheduler(found).step(windows))
 
 
 def test_a_pull_takes_the_bytes_of_the_others_and_its_own() -> None:

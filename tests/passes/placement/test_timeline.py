@@ -17,7 +17,7 @@ from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import rewrite
-from chunkflow_compile.passes.step import Order, order_of
+from chunkflow_compile.passes.step import Scheduler, order
 from chunkflow_compile.report.story import changes
 from chunkflow_compile.simulate.arms import play_program
 
@@ -27,7 +27,7 @@ LATE = {"collective_latency_s": 1 * US}
 
 def play(found: Problem, windows: dict[str, Windows], **change: object) -> Timeline:
     machine = replace(MACHINE, **change)  # type: ignore[arg-type]
-    return Simulator(found, machine, CHUNK).play(Order(found).step(windows))
+    return Simulator(found, machine, CHUNK).play(Scheduler(found).step(windows))
 
 
 def test_a_copy_that_compute_hides_costs_nothing() -> None:
@@ -137,7 +137,7 @@ def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
     found = problem([20, 20], [weight(0, 8 * CHUNK, (0,)), weight(1, 8 * CHUNK, (1,))], [(1, 10)])
     machine = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0)
     link = [
-        link_of(s.play(Order(p).step({})), s)
+        link_of(s.play(Scheduler(p).step({})), s)
         for p in (found, on_engines(found))
         for s in (Simulator(p, machine, CHUNK),)
     ]
@@ -224,19 +224,19 @@ def test_compute_waits_at_the_end_of_a_call_for_all_copies_issued_so_far() -> No
         ((1, 3), 17, [(5, 6), (16, 17)]),
         ((2, 3), 16, [(15, 16)]),
     ):
-        played = simulator.play(Order(found).step(windows, joins=joins))
+        played = simulator.play(Scheduler(found).step(windows, joins=joins))
         spans = [(s.start, s.end) for s in played.spans if (s.lane, s.name) == ("join", END_OF_CALL)]
         assert played.step_s == pytest.approx(step_us * US), joins
         assert spans == [pytest.approx((a * US, b * US)) for a, b in waits]
         assert played.exposed_s == pytest.approx(sum(b - a for a, b in waits) * US)
-    resident = [simulator.play(Order(found).step({}, joins=joins)) for joins in ((), (1, 3))]
+    resident = [simulator.play(Scheduler(found).step({}, joins=joins)) for joins in ((), (1, 3))]
     assert resident[0] == resident[1]
 
 
 def test_no_gap_of_the_link_has_a_join_inside() -> None:
     found = problem([5, 5, 5], [], [(1, 2)])
     simulator = Simulator(found, MACHINE, CHUNK)
-    resident = simulator.play(Order(found).step({}))
+    resident = simulator.play(Scheduler(found).step({}))
     apart = [(0, 5), (7, 12), (12, 17)]
     for joins, gaps in (((), [(0, 5), (7, 17)]), ((3,), [(0, 5), (7, 17)]), ((2, 3), apart), ((1, 2, 3), apart)):
         found_gaps = [t / US for gap in link_of(resident, simulator, joins).gaps for t in gap]
@@ -251,7 +251,7 @@ def test_a_program_plays_as_its_plan_predicts() -> None:
     for policy in ("layerwise", "layerwise-barrier", "chunkflow", "resident"):
         plan = plan_of(cut.problem, policy=policy)
         played = play_program(rewrite(cut, plan), machine)
-        again = Simulator(cut.problem, machine, plan.chunk_bytes).play(order_of(cut.problem, plan))
+        again = Simulator(cut.problem, machine, plan.chunk_bytes).play(order(cut.problem, plan))
         assert replace(played, spans=()) == replace(again, spans=()), policy
         joined = replace(plan, joins=(len(cut.problem.regions),))
         played = play_program(rewrite(cut, joined), machine)
