@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from chunkflow_compile.frontend.source_tree import show_backend
 
 if TYPE_CHECKING:
     from chunkflow_compile.catalog.branches import exchange_branches as exchange_branches
@@ -57,8 +56,6 @@ _HOMES = {
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
-show_backend()
-
 
 def __dir__() -> list[str]:
     """The public names only, without the modules and helpers that this file imports."""
@@ -75,3 +72,22 @@ def __getattr__(name: str) -> Any:
 
     with importing_torch():
         return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _register_backend() -> None:
+    """Register the backend with torch in a source tree that is not installed; else torch finds it by its entry point."""
+    if not (Path(__file__).parent.parent / "pyproject.toml").exists():
+        return
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="torch_dynamo_backends", name="chunkflow"):
+        from chunkflow_compile.hardware.caches import importing_torch
+
+        with importing_torch():
+            from torch._dynamo import register_backend
+
+            from chunkflow_compile.frontend.backend import chunkflow
+        register_backend(chunkflow)
+
+
+_register_backend()

@@ -107,8 +107,7 @@ class Options:
     policy: Policy = "chunkflow"
     """"chunkflow" places by the cost model.  The others are for comparison, on the same regions and executor:
     "layerwise" fetches the whole next block; "layerwise-barrier" also waits for it before the collectives;
-    "layerwise-prefix" keeps as many of the first blocks resident as memory holds; "host-yield" pauses copies by a flag
-    on the host; "resident" streams nothing."""
+    "layerwise-prefix" keeps as many of the first blocks resident as memory holds; "resident" streams nothing."""
 
     arena: Arena | None = None
     """An arena to share with other models, which run in turns: chunkflow_compile.Arena(device).  The programs of one

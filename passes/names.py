@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "host-yield", "resident"]
+Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "resident"]
 POLICIES: tuple[Policy, ...] = (
     "resident",
     "layerwise",
     "layerwise-barrier",
     "layerwise-prefix",
-    "host-yield",
     "chunkflow",
 )
 
@@ -22,8 +21,11 @@ SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 # diffusers' enable_group_offload (simulate/group_offload.py).  That and the sharded ones are predicted, never run.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
-OnlyPredicted = GroupOffload | Sharded
-ONLY_PREDICTED: tuple[OnlyPredicted, ...] = (GROUP_OFFLOAD, *SHARDED)
+# The published method of the paper, predicted as layerwise (cli/simulate.py).
+HostYield = Literal["host-yield"]
+HOST_YIELD: HostYield = "host-yield"
+OnlyPredicted = GroupOffload | HostYield | Sharded
+ONLY_PREDICTED: tuple[OnlyPredicted, ...] = (HOST_YIELD, GROUP_OFFLOAD, *SHARDED)
 
 # How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
 # collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;

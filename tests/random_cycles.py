@@ -14,7 +14,8 @@ from random_programs import Bench, Choices, Layer, PeersBench, Runs, Spec, choic
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime.arena import Arena, SlotState
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.arena_contents import ArenaContents
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import Source
@@ -65,7 +66,7 @@ class CycleBench(Runs):
             calls.append(Call(bench.cut, names, {}))
         self.calls = calls
         self.cycle = write(calls, random_plan(join(calls), self.chosen, inside=True))
-        self.states = weakref.WeakKeyDictionary[Arena, SlotState]()
+        self.states = weakref.WeakKeyDictionary[Arena, ArenaContents]()
 
     def source(self, name: str) -> Source:
         return self.pieces.get(name, super().source(name))
@@ -94,6 +95,6 @@ class CycleBench(Runs):
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights."""
-        state = self.states.setdefault(arena, SlotState(arena.streams, self.cycle.event_count))
+        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.event_count))
         binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)

@@ -14,7 +14,7 @@ from helpers import stack as stack_of
 from torch import nn
 
 from chunkflow_compile import programs, restore
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 
 EAGER = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 stack = partial(stack_of, 4)
@@ -64,7 +64,7 @@ def fail_at(function: Callable[..., Any], call: int, error: BaseException) -> Ca
     return failing
 
 
-def run_once() -> tuple[Stack, Stack, nn.Module, Solo]:
+def run_once() -> tuple[Stack, Stack, nn.Module, SingleCall]:
     """A model, its twin, the model compiled and called, and its program."""
     model, twin = stack(), stack()
     run = compiled(model)

@@ -110,6 +110,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (given(pack=1), r"Option pack=1 is unknown; use one of False, True, auto"),
     (given(policy="fsdp"), r"policy='fsdp' is only predicted, by chunkflow simulate; it does not run"),
+    (given(policy="host-yield"), r"policy='host-yield' is only predicted, by chunkflow simulate; it does not run"),
     (
         given(policy="group-offload"),
         r"policy='group-offload' is only predicted, by chunkflow simulate; it does not run",

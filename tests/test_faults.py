@@ -25,12 +25,12 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.units import enough, size
 
 
 @pytest.fixture
-def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, Solo]:
+def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, SingleCall]:
     return run_once()
 
 
@@ -112,7 +112,7 @@ def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, mo
     assert_survives(model, twin, **budget, memory=floor)
 
 
-def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module, Solo]) -> None:
+def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module, SingleCall]) -> None:
     """As for any model, the file's weights are loaded and the missing ones are named."""
     model, twin, run, _ = running
     torch.manual_seed(1)
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module,
     check_steps(run, twin, 2)
 
 
-def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module, Solo]) -> None:
+def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module, SingleCall]) -> None:
     model, twin, run, session = running
     with pytest.raises(ChunkflowError, match="cannot be copied or pickled"):
         pickle.dumps(session.arena)
@@ -149,7 +149,7 @@ def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
 
 
 @pytest.mark.parametrize("beside_a_step", [False, True])
-def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.Module, Solo]) -> None:
+def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.Module, SingleCall]) -> None:
     """A step of another thread holds locks, and that thread does not exist in the child."""
     model, twin, run, session = running
     threads, inside, forked = torch.get_num_threads(), threading.Event(), threading.Event()

@@ -4,7 +4,6 @@ A source tree in one."""
 from __future__ import annotations
 
 import ast
-import configparser
 import importlib.metadata
 import os
 import re
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 import chunkflow_compile
-from chunkflow_compile.frontend.source_tree import ENTRY_POINTS
 from chunkflow_compile.hardware.machine import EXTRAS, install_line
 from chunkflow_compile.releases import NEWEST, OLDEST
 
@@ -170,13 +168,6 @@ def test_the_version_is_the_same_everywhere() -> None:
 def test_the_releases_of_torch_that_are_installed_are_those_that_are_tested() -> None:
     (major, oldest), (_, newest) = OLDEST, NEWEST
     assert f'"torch>={major}.{oldest},<{major}.{newest + 1}"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_the_entry_point_of_a_source_tree_is_that_of_the_wheel() -> None:
-    here = configparser.ConfigParser()
-    here.read_string(ENTRY_POINTS)
-    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "backend:" in line)
-    assert line == 'chunkflow = "' + here["torch_dynamo_backends"]["chunkflow"] + '"'
 
 
 def test_the_line_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def host_time(
 
 def executors_of(model: nn.Module) -> list[Executor]:
     """Those of the programs and cycles of a model; none if ChunkFlow does not run it."""
-    return [executor for sequence in (*programs(model), *cycles(model)) for executor in sequence.executors]
+    return [executor for cycle in (*programs(model), *cycles(model)) for executor in cycle.executors]
 
 
 @contextlib.contextmanager

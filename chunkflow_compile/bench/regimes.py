@@ -74,7 +74,7 @@ REGIMES: Mapping[str, Regime] = {
         size=Size(layers=4, frames=7, height=32, width=32, **_WAN_WIDTH),
         load=0.7,
         chunk_bytes=_CHUNK,
-        arms=("resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "misjudged", "replanned"),
+        arms=("resident", "layerwise", "layerwise-barrier", "chunkflow", "misjudged", "replanned"),
         shows="the link is nearly full, and carries four all-to-alls per block",
     ),
     "contention-flux": Regime(

@@ -38,7 +38,7 @@ from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cuda_graphs import PASSES
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.simulate.arms import play_program
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.pieces import Pieces
@@ -172,7 +172,7 @@ class Turns:
         )
 
     @property
-    def _newest(self) -> Solo:
+    def _newest(self) -> SingleCall:
         return programs(self.model)[-1]
 
     def _compile(self) -> None:

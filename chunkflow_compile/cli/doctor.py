@@ -6,7 +6,6 @@ import argparse
 
 from chunkflow_compile import __version__
 from chunkflow_compile.catalog.presets import weight_bytes
-from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.hardware.machine import Machine, look
 from chunkflow_compile.hardware.profiles import MEASURED, load_profile, profile_of_card
 from chunkflow_compile.hardware.read_time import ReadTime
@@ -22,7 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1:
         raise ChunkflowError("--ranks must be at least 1.")
     machine = look()
-    settle()
     rates = copy_rates(_profile(machine), max(arguments.ranks, len(machine.gpus)), called())
     ours = Finding("chunkflow-compile", __version__)
     listed = (ours, *findings(machine, called()), rates, engines(why_not_tensorrt()))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from chunkflow_compile import __version__
 from chunkflow_compile.catalog.quiet import quiet_imports
-from chunkflow_compile.hardware.caches import settle
+from chunkflow_compile.hardware.caches import importing_torch
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 from chunkflow_compile.report.record import PROSE_WIDTH
 
@@ -60,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        if arguments.command != "doctor":  # which shows first what is wrong with it
-            settle()
         check_json(arguments)
         with quiet_imports():
-            command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
+            with importing_torch():  # most commands do
+                command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")
             code = int(command.run(arguments))
         sys.stdout.flush()
         return code

@@ -12,7 +12,7 @@ from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.regimes import DEMO, REGIMES
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.published import PUBLISHED
-from chunkflow_compile.passes.names import ONLY_PREDICTED, OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
+from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
 from chunkflow_compile.report.record import PROSE_WIDTH
 
 from .arguments import SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_pack, add_sizes
@@ -20,8 +20,7 @@ from .arguments import SIZES, add_hardware, add_json, add_kernels, add_lowering,
 # Measured steps per arm.
 _DEMO_STEPS = 3
 _BENCH_STEPS = 6
-# host-yield differs from layerwise only in how far the host runs ahead, which is not simulated.
-SIMULATED = (*(p for p in POLICIES if p != "host-yield"), *ONLY_PREDICTED)
+SIMULATED = (*POLICIES, *ONLY_PREDICTED)
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,8 @@ def _pipeline(parser: ArgumentParser) -> None:
 def _simulate(parser: ArgumentParser) -> None:
     add_model(parser)
     which = (
-        f"one of {', '.join(SIMULATED)} (default: all, with layerwise-prefix only if --memory is set, and "
-        f"{' and '.join(SHARDED)} only on several ranks)"
+        f"one of {', '.join(SIMULATED)} (default: all except {HOST_YIELD}, with layerwise-prefix only if --memory is "
+        f"set, and {' and '.join(SHARDED)} only on several ranks)"
     )
     parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), metavar="POLICY", help=which)
     degrees = "instead of policies, compare these Ulysses degrees and recommend one"
@@ -283,7 +282,7 @@ MODEL:
 {_filled(f"with --device cuda also {', '.join(PRESETS)}, with random weights")}""",
         """\
 arms:
-  resident, layerwise, layerwise-barrier, host-yield
+  resident, layerwise, layerwise-barrier
   chunkflow             within the bytes of layerwise; in compute-rich, a quarter of all bytes
   chunkflow@40%         within these bytes and those of 40 % of the blocks
   chunkflow+pack        with weights packed, within the same bytes; also as chunkflow@40%+pack

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import ONLY_PREDICTED, SHARDED, OnlyPredicted, Policy
+from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED, OnlyPredicted, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _able(target: Target, memory: str | None) -> list[Policy | OnlyPredicted]:
-    """Those of :data:`SIMULATED` that there are for this model, number of ranks and goal."""
-    without = set[str](() if memory else ("layerwise-prefix",))  # it has no plan without a budget
+    """Those of :data:`SIMULATED` that there are for this model, number of ranks and goal, each with its own prediction."""
+    without = {HOST_YIELD, *(() if memory else ("layerwise-prefix",))}  # the latter has no plan without a budget
     return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
 
 
@@ -77,7 +77,8 @@ def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Pre
             else play_sharded(policy, target.raw, target.hardware, target.degree)
         )
         return step.record(target.raw.total_bytes, target.forwards), step.timeline
-    plan = _plan(target, policy)
+    # The flag of host-yield delays only copies that the host has not yet issued, and a host that runs ahead has issued them.
+    plan = _plan(target, "layerwise" if policy == "host-yield" else policy)
     assert plan.predicted is not None
     total = sum(weight.nbytes for weight in plan.weights)
     return ArmRecord.predicted(plan, plan.predicted, total, target.forwards), plan.predicted

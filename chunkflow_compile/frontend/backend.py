@@ -58,7 +58,6 @@ from chunkflow_compile.frontend.trace import (
 from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import Cut
@@ -183,8 +182,6 @@ def _compiler(
     device = check_device(device_of(weights, inputs, graph))
     chosen = chosen.on(device)
     _check_options(chosen, device)
-    if chosen.lowering != "eager":
-        warm_up(device)
     parameters = describe_parameters(inputs, index, min_bytes)
     if chosen.policy != "resident":
         warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
@@ -330,7 +327,7 @@ def _lower_again(
 
 def _check_options(chosen: Options, device: torch.device) -> None:
     """Raise ChunkflowError if the options do not go with the device of the weights."""
-    check_kind(device, chosen.device_kind(), chosen.policy)
+    check_kind(device, chosen.device_kind())
     if chosen.arena is not None and chosen.arena.device != device:
         raise ChunkflowError(
             f"The weights are on {device}, but the arena passed as an option is on "

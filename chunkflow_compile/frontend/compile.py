@@ -34,7 +34,6 @@ from chunkflow_compile.frontend.block_kinds import (
 )
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
-from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
@@ -157,14 +156,11 @@ def compile_by_kind(
     """
     name = type(model).__name__ if name is None else name
     blocks = repeated_blocks(model)
-    if options.get("lowering") != "eager":
-        warm_up(placement.store.device)
     if compiled_whole(model, options):
         why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
-        placement.progress = CompileProgress(name, 1, model)
-        model._compiled_call_impl = CallWithProgress(model, placement.progress)
+        model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model))
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
@@ -180,8 +176,8 @@ def compile_by_kind(
             _compile_module(module, options, dynamic, _with_hooks, levels)
     for part in op_by_op.values():
         _compile_module(part, {**options, "lowering": "eager"}, dynamic, _with_hooks, levels)
-    placement.progress = CompileProgress(name, len(kinds) + len(kinds_of(op_by_op)), model)
-    model._compiled_call_impl = CallWithProgress(model, placement.progress)
+    progress = placement.begin_compilation(name, len(kinds) + len(kinds_of(op_by_op)), model)
+    model._compiled_call_impl = CallWithProgress(model, progress)
 
 
 class Compiled:

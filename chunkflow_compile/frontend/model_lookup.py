@@ -14,10 +14,10 @@ from chunkflow_compile.frontend.preconditions import warn_if_no_module_holds
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.placed.index import ModelIndex
-from chunkflow_compile.placed.placement import Placement, placement_of, placements_around
+from chunkflow_compile.placed.placement import Placement, placements_around
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
@@ -49,18 +49,8 @@ def move_weights(
 ) -> None:
     """Move weights of a model into its store.  ``pack``: for a model that is not placed yet."""
     if weights and index.root is not None:
-        with compile_lock, (placement := _placement(index.root, device, min_bytes, pack)).lock():
+        with compile_lock, (placement := Placement.on(index.root, device, min_bytes, pack=pack)).lock():
             placement.move((index.names[id(p)], p) for p in weights)
-
-
-def _placement(root: nn.Module, device: torch.device, min_bytes: int, pack: Pack) -> Placement:
-    """That of a model; ``pack`` is for one that is not placed yet."""
-    with compile_lock:
-        fresh = placement_of(root) is None
-        placement = Placement.on(root, device, min_bytes)
-        if fresh:
-            placement.pack = pack
-        return placement
 
 
 def start_program(
@@ -71,8 +61,8 @@ def start_program(
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
     wanted: Collection[str],
-    start: Callable[[Arena], Solo],
-) -> Solo:
+    start: Callable[[Arena], SingleCall],
+) -> SingleCall:
     """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a program.
 
     ``pack``: see :func:`move_weights`.
@@ -85,7 +75,7 @@ def start_program(
             index = _around(list(parameters.values()), seen(), min_bytes)
             names.update(index.names)
             if index.root is not None:
-                around = list(dict.fromkeys([_placement(index.root, device, min_bytes, pack), *around]))
+                around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes, pack=pack), *around]))
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)

@@ -1,7 +1,7 @@
 """The folders of caches: ChunkFlow's own, and the one of torch's compile caches.
 
 Inductor compiles in the latter, and torch makes it while its compiler is imported.  In a container it may be read-only, full,
-or of another user: then this process uses another one.  Imports no torch, whose import may be what fails.
+or of another user: then an error names the variable that sets another one.  Imports no torch, whose import may be what fails.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import os
 import re
 import shutil
 import struct
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -30,8 +29,6 @@ FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _LEAST_BYTES = 32 << 20
 # Linking a library takes less than a second.
 _LINKING_S = 10.0
-# Beside the folder for temporary files.
-_ELSEWHERE = ("/var/tmp", "/dev/shm")
 FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
 
@@ -73,78 +70,37 @@ def compile_cache() -> Folder:
     return _looked_at(os.path.abspath(path))
 
 
-def settle(full: bool = False) -> Folder:
-    """Choose a folder for the compile caches of this process, and warn if it is not the one that torch would take.
-
-    ``full``: whether the one in use has turned out to be full.  The folder has a fault if there is no other: then torch can
-    compile nothing.
-    """
-    temporary = _settle_temporary()
-    wanted = compile_cache()
-    if temporary.fault:  # which torch and its compilers need in any case
-        return temporary
-    if full and not wanted.fault:
-        wanted = replace(wanted, fault=os.strerror(errno.ENOSPC))
-    if not wanted.fault:
-        os.environ[FOLDER_VARIABLE] = wanted.path  # as torch does; older ones fail for a user without an account
-        return wanted
-    for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
-        path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
-        if not os.path.isdir(base) or path == wanted.path or (folder := _looked_at(path)).fault:
-            continue
-        if os.stat(path).st_uid == os.getuid():  # else another user has made it, to put programs into it
-            os.environ[FOLDER_VARIABLE] = path
-            if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
-                sys.modules["torch._inductor.utils"].clear_caches()
-            warn_once(
-                f"{path} is used as the compile cache, because {wanted.path} cannot be ({wanted.fault}). To keep it, {FIX}."
-            )
-            return folder
-    return wanted
-
-
-def _settle_temporary() -> Folder:
-    """Choose a folder for temporary files, which compilers write too, and warn if the usual one has no room."""
-    usual = temporary_folder()
-    if usual.fault or usual.free is None or usual.free >= _LEAST_BYTES:
-        return usual
-    for base in _ELSEWHERE:
-        if os.path.isdir(base) and not (folder := _looked_at(base)).fault:
-            os.environ["TMPDIR"], tempfile.tempdir = base, None
-            warn_once(
-                f"{base} is used for temporary files, because {usual.path} has {size(usual.free)} free: set TMPDIR to a "
-                "folder with room."
-            )
-            return folder
-    return usual
+def use_compile_cache() -> Folder:
+    """The same, and let torch use it."""
+    folder = compile_cache()
+    if not folder.fault:
+        os.environ[FOLDER_VARIABLE] = folder.path  # as torch does, but 2.11 fails for a user without an account
+    return folder
 
 
 @contextlib.contextmanager
 def importing_torch() -> Iterator[None]:
-    """A context in which torch's compiler is imported, which makes the folder.
-
-    Raises ChunkflowError if it cannot be made, nor another.
-    """
-    folder = settle()
+    """A context in which torch's compiler is imported, which makes the folder.  Raises ChunkflowError if that fails."""
+    folder = use_compile_cache()
     try:
         yield
     except OSError as error:
         if not folder.fault:
             raise
-        raise ChunkflowError(
-            f"torch's compiler cannot be imported, because it has no folder for its cache ({folder.path}: {folder.fault}): "
-            f"{FIX}, and TMPDIR to one for temporary files."
-        ) from error
+        raise _unusable(folder) from error
 
 
 def check_compile_cache(needed: bool) -> None:
-    """Choose a folder for the compile caches.  Raise ChunkflowError if none can be used and one is ``needed``."""
-    folder = settle()
+    """Raise ChunkflowError if the folder of the compile caches cannot be used and is ``needed``."""
+    folder = use_compile_cache()
     if folder.fault and needed:
-        raise ChunkflowError(
-            f"Inductor has no folder to compile in: {folder.path} cannot be used ({folder.fault}), nor can the folder for "
-            f"temporary files. To go on, {FIX}, or run without it: options={{'lowering': 'eager'}}."
-        )
+        raise _unusable(folder, ", or run without it: options={'lowering': 'eager'}")
+
+
+def _unusable(folder: Folder, otherwise: str = "") -> ChunkflowError:
+    return ChunkflowError(
+        f"Inductor has no folder to compile in: {folder.path} cannot be used ({folder.fault}). To go on, {FIX}{otherwise}."
+    )
 
 
 def remove_torn() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
@@ -19,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from chunkflow_compile.hardware.caches import remove_torn
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.runtime.codes import LoweredRegion
-
-from .warm_up import vector_instructions
 
 # What Inductor asserts in each call of a region: sizes, strides and alignment of its inputs, and of outputs of kernels that
 # are not its own.
@@ -146,6 +146,13 @@ def _keyed_by_instructions(inputs: Sequence[Any]) -> Iterator[None]:
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
         yield
         return
+    _remove_torn()
     settings: Any = torch.compiler.config
-    with settings.patch(cache_key_tag=f"{settings.cache_key_tag}{vector_instructions()}"):
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag}{cpu_vec_isa.pick_vec_isa()}"):
         yield
+
+
+@functools.cache  # once per process
+def _remove_torn() -> None:
+    """Before Inductor loads a library for each candidate: it drops instructions whose library was written only in part."""
+    remove_torn()

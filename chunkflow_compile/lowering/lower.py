@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Mapping
 from subprocess import SubprocessError
 from typing import Any, Literal
@@ -13,7 +11,7 @@ from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import CppCompileError
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.hardware.caches import compile_cache, remove_torn, settle
+from chunkflow_compile.hardware.caches import check_compile_cache, remove_torn
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
@@ -55,20 +53,22 @@ def lower_regions(
     rest = {name: _named_by_place(module) for name, module in modules.items() if name not in lowered}
     for number, (name, module) in enumerate(rest.items(), 1):
         report(f"lowering region {number} of {len(rest)}")
-        lowered[name] = _with_room(module, inductor)
+        lowered[name] = _from_whole_caches(module, inductor)
     return {name: lowered[name] for name in modules}
 
 
-def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
-    """Lower through Inductor; once more if its folder failed, in another folder or without libraries that were written in
-    part."""
+def _from_whole_caches(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
+    """Lower through Inductor; once more if its caches contained libraries that were written only in part.
+
+    Raises ChunkflowError if their folder cannot be used any more.
+    """
     try:
         return through_inductor(module, inductor)
     except Exception as error:
         if not _is_of_files(error):
             raise
-        before = compile_cache().path
-        if settle(full=os.strerror(errno.ENOSPC) in str(error)).path == before and not remove_torn():
+        if not remove_torn():
+            check_compile_cache(needed=True)
             raise
         return through_inductor(module, inductor)
 

@@ -165,10 +165,8 @@ def _extend(
     free(dropped, budget)
     given = {**budget.arguments, **given}
     _add(fresh, budget, _arenas(models, budget), **given)
-    budget.arguments = given
     pipe.__class__ = in_turns(type(pipe))
-    budget.pipelines[pipe] = frozenset(models)
-    budget.generated = False
+    budget.add_pipeline(pipe, models, given)
 
 
 def _add(
@@ -218,8 +216,7 @@ def _add(
                 }
                 offload(model, budget.device, min_bytes=chosen.min_bytes, **placing)
                 placed.append(model)
-                phase = Phase(name, model, arenas[name])
-                phase.enabled = model in enabled
+                phase = Phase(name, model, arenas[name], budget.forget, enabled=model in enabled)
                 _compile_phase(phase, budget, given, chosen, dynamic)
                 moved(_weight_bytes(model))
         _warn_if_nothing_streams(models, chosen.min_bytes)
@@ -266,8 +263,8 @@ def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]
     """An arena for each component; ControlNets have that of the model that they alternate with in every step."""
     turns = [n for n, m in models.items() if n in _DENOISERS or "ControlNet" in type(m).__name__]
     phases = (budget.phase_of(models[name]) for name in turns)
-    shared = next((phase.arena for phase in phases if phase is not None), None) or Arena(budget.device)
-    return {name: shared if name in turns else Arena(budget.device) for name in models}
+    shared = next((phase.arena for phase in phases if phase is not None), None) or Arena(budget.device, shared=budget)
+    return {name: shared if name in turns else Arena(budget.device, shared=budget) for name in models}
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
@@ -305,13 +302,12 @@ def _compile_phase(
     """Compile a placed component and make its calls a phase."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
-    placement.owner = functools.partial(_owner, phase.name, weakref.ref(budget))
+    room = max(0, budget.usable - kept_by(budget.phases))
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
-    placement.owned_arena = phase.arena
-    placement.room = max(0, budget.usable - kept_by(budget.phases))
+    placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, room)
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
-        placement.store.warned = True  # what is not compiled is meant to run eagerly
+        placement.store.expect_eager_reads()
         # Of a list of frames that each call changes (Wan, Qwen-Image), Dynamo would compile each block for every state.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
@@ -324,12 +320,12 @@ def _compile_phase(
             "stay on the device",
             phase.name,
         )
-        placement.store.warned = True
+        placement.store.expect_eager_reads()
     else:
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
         if compiled_whole(model, options):  # and its first plan may keep as much as it is given
-            placement.goal = {"memory": placement.room}
+            placement.aim_for(memory=room)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 

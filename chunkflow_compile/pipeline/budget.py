@@ -28,7 +28,6 @@ from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_m
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
 from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.placed.placement import placement_of
-from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.units import enough, size
@@ -56,12 +55,13 @@ class Budget:
         self.phases: list[Phase] = []
         self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # compiled -> the components at that time
         self.arguments: dict[str, Any] = {}  # of the first compile(pipe), for components that come later
-        self.generated = False  # whether a generation has ended since compile(pipe)
+        self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
         self.most: int | None = (
             None  # bytes that the device held in a call since compile(pipe), if anything counts them
         )
         self._warned = False  # that phases run without gradients
+        self._most_bytes = weakref.WeakKeyDictionary[Arena, int]()  # of arenas that several phases share
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
         self._running: tuple[Phase, int] | None = None  # the phase whose call runs now, and its thread
@@ -92,11 +92,15 @@ class Budget:
         """The phase of a component, None if it has none here."""
         return next((phase for phase in self.phases if phase.root is module), None)
 
+    def add_pipeline(self, pipe: Any, components: Iterable[str], arguments: dict[str, Any]) -> None:
+        """All components of a pipeline are phases now.  ``arguments``: of its compile(pipe)."""
+        self.arguments = arguments
+        self.pipelines[pipe] = frozenset(components)
+        self._generated = False
+
     def add(self, phase: Phase, methods: tuple[str, ...]) -> None:
         """Make the calls of a component a phase: those of the module, or of its ``methods`` if there are any."""
         self.phases.append(phase)
-        phase.gone = self._forget
-        phase.arena.grows = functools.partial(self._grows, phase.arena)
         if methods:
             for name in methods:
                 phase.methods[name] = phase.root.__dict__.get(name)
@@ -113,33 +117,34 @@ class Budget:
                 phase.root.__dict__.pop(name, None)
             else:
                 phase.root.__dict__[name] = before
-        self._forget(phase)
+        self.forget(phase)
 
-    def _forget(self, phase: Phase) -> None:
+    def forget(self, phase: Phase) -> None:
         """A phase is removed, or its component no longer exists: only the pipelines keep it."""
         self.phases = [other for other in self.phases if other is not phase]  # another list: it may be read now
-        if not (sharing := self._sharing(phase)):
-            phase.arena.grows = None
-        if len(sharing) < 2:
-            phase.arena.most = None
+        if len(self._sharing(phase)) < 2:
+            self._most_bytes.pop(phase.arena, None)
         self._last = [other for other in self._last if other is not phase]
         self._settled = False
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """The call of a pipeline.  The caller holds the turn."""
+        """The call of a pipeline.  The caller holds the turn.  The first one since compile(pipe) is logged."""
         try:
             yield
         finally:
             with self.lock():
                 for phase in self.phases:
-                    phase.most = None
+                    phase.end_generation()
+        if not self._generated:
+            self._generated = True
+            self.log()
 
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
         """Run a call of a phase, after the calls of other threads.  Raises ChunkflowError if it does not fit the budget."""
         with self.lock(), self._without_gradients(phase, call):
-            phase.calls += 1
-            self._make_room(phase)
+            phase.begin_call()
+            self._make_room_for(phase)
             before, self._running = self._running, (phase, threading.get_ident())
             try:
                 return self._run(phase, call)
@@ -181,13 +186,12 @@ class Budget:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
                 taken = phase.arena.held + others if peak is None else peak  # on a CPU, only weights are counted
-                if taken > phase.warned:
-                    phase.warned = taken
+                if phase.exceeds(taken):
                     _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
         # outside of the handler: the error's traceback would keep the activations
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
-        phase.retries += 1
+        phase.begin_retry()
         self._give_back(phase)
         rng.rewind()
         return self._run(phase, call, again=True)
@@ -208,7 +212,7 @@ class Budget:
             phase.arena.evict()
         self._allocator.trim()
 
-    def _make_room(self, phase: Phase) -> None:
+    def _make_room_for(self, phase: Phase) -> None:
         """Free the arenas of other phases, least recently used first, until this one fits."""
         if self._settled and self._last[-1] is phase:
             return
@@ -219,8 +223,12 @@ class Budget:
         self._evict(phase)
         self._give_cache_back(phase)
 
-    def _grows(self, arena: Arena, nbytes: int) -> None:
-        """An arena is about to have ``nbytes``: the others give way before.
+    def most_bytes(self, arena: Arena) -> int | None:
+        """Most bytes of weights in an arena that several phases share; None for the sum of their budgets."""
+        return self._most_bytes.get(arena)
+
+    def make_room(self, arena: Arena, nbytes: int) -> None:
+        """Evict other arenas before this one has ``nbytes``.
 
         A cycle fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
         """
@@ -270,7 +278,7 @@ class Budget:
                 for other in self._sharing(phase):
                     if other is phase or other.goal is not None:
                         self._set_goal(other, most := int(share * max(planned)))
-                        other.most = most
+                        other.limit(most)
                 return
 
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
@@ -287,10 +295,10 @@ class Budget:
 
         ``held``, ``others``: bytes that the arenas of this and of the other phases held when it began.
         """
-        after, learned = phase.arena.held, (phase.activations, phase.steady)
+        after, learned = phase.arena.held, phase.learned
         if peak is None:
             if phase.goal is None:
-                phase.activations = kept_by(self.phases)
+                phase.assume(kept_by(self.phases))
         elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
             # activations of a graph are in its pool, which it holds between calls too
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
@@ -298,10 +306,10 @@ class Budget:
         try:
             replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit
-            phase.activations, phase.steady = learned
+            phase.unlearn(learned)
             self._settled = False
             raise
-        if replanned or phase.activations != learned[0]:
+        if replanned or phase.activations != learned.activations:
             self._settled = False  # others may have to give way again
 
     def _plan(self, phase: Phase) -> bool:
@@ -322,10 +330,7 @@ class Budget:
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
         try:
-            if goal < phase.kept:
-                raise ChunkflowError("there is no room for any.")
-            if programs(phase.root):
-                replan(phase.root, memory=goal)
+            phase.plan_for(goal)
         except ChunkflowError as error:
             least = phase.least
             needs = f", which need {size(least)}" if goal < least else f": {error}"
@@ -335,8 +340,10 @@ class Budget:
                 f"left for the weights{needs}. Call restore(pipe), then compile with at least "
                 f"memory={enough(budget_for(least + phase.activations - phase.kept))!r}, or the pipeline with smaller sizes."
             ) from error
-        phase.goal = goal
-        phase.arena.most = goal - phase.kept if len(self._sharing(phase)) > 1 else None
+        if len(self._sharing(phase)) > 1:
+            self._most_bytes[phase.arena] = goal - phase.kept
+        else:
+            self._most_bytes.pop(phase.arena, None)
         if phase.arena.held > goal - phase.kept:
             self._vacate([phase])
 

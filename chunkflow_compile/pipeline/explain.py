@@ -24,7 +24,7 @@ from chunkflow_compile.report.first_step import first_step_phases
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.runtime.measurement import Measured, as_one, measured
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 
 
 def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | PipelineFigures:
@@ -97,13 +97,13 @@ def _peak(placements: Iterable[Placement]) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
 
 
-def _name(part: Solo) -> str:
+def _name(part: SingleCall) -> str:
     """The block or the layer of a part."""
     weight = next((buffer.name for buffer in part.buffers.values()), "")
     return block_of(weight) or weight.rpartition(".")[0] or "a part without large weights"
 
 
-def _part(chosen: Solo, parts: Sequence[tuple[Solo, Measured]], planned: bool, profiled: bool) -> str:
+def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], planned: bool, profiled: bool) -> str:
     """Which of the parts of a model is explained.  ``planned``: whether there is a cycle of them already.  ``profiled``:
     whether to say what was predicted."""
     predicted = [p.plan.predicted.step_s for p, _ in parts if p.plan.predicted is not None]
@@ -114,7 +114,7 @@ def _part(chosen: Solo, parts: Sequence[tuple[Solo, Measured]], planned: bool, p
         f"{_name(chosen)} takes longest of the {len(parts)} parts of this model, and is explained here. A call of each takes "
         f"{together}."
     )
-    if chosen.call.key is None:  # cycles are disabled, or the user chose its placement
+    if chosen.key is None:  # cycles are disabled, or the user chose its placement
         return text
     when = "is measured" if planned else "runs as one cycle, from the third on"
     return f"{text} Once a pass over all of them {when}, that is explained."

@@ -42,11 +42,7 @@ def in_turns(cls: type) -> type:
                 with budget.lock():
                     free(unused(budget), budget)
                 with budget.generation():
-                    result = call(self, *args, **kwargs)
-                if not budget.generated:
-                    budget.generated = True
-                    budget.log()
-                return result
+                    return call(self, *args, **kwargs)
         return __call__(self, *args, **kwargs)  # it was compiled anew by another thread, which this one waited for
 
     body = {

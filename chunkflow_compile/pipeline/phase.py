@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -22,15 +22,24 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
+from chunkflow_compile.runtime.call_site import CallKey
 from chunkflow_compile.runtime.measurement import seconds_of_calls
-from chunkflow_compile.runtime.order import Solo
-from chunkflow_compile.runtime.sequence import CallKey, Sequence
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
 _KEPT_SECONDS = 32  # of the newest calls
+
+
+class Learned(NamedTuple):
+    """Most bytes of activations, and whether they were measured in a call that did not change the arena."""
+
+    activations: int
+    steady: bool
 
 
 class Phase:
@@ -42,9 +51,13 @@ class Phase:
     None until then.  ``most``: most of them until the generation ends in which a call ran out of memory, None otherwise.
     """
 
-    def __init__(self, name: str, root: nn.Module, arena: Arena) -> None:
+    def __init__(
+        self, name: str, root: nn.Module, arena: Arena, gone: Callable[[Phase], object], enabled: bool = False
+    ) -> None:
+        """``gone``: called when the model no longer exists.  ``enabled``: whether ``compile`` has enabled its adapters."""
         self.name = name
-        self.gone: Callable[[Phase], object] = lambda _: None  # called when the model no longer exists
+        self.gone = gone
+        self.enabled = enabled
         self._root = weakref.ref(root, functools.partial(_went, weakref.ref(self)))
         self.arena = arena
         self.activations = 0
@@ -53,11 +66,10 @@ class Phase:
         self.most: int | None = None
         self.calls = 0
         self.retries = 0
-        self.enabled = False  # whether ``compile`` has enabled its adapters
-        self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
+        self._warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[Solo], int]] = []  # in the newest call, and how often
+        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # in the newest call, and how often
 
     @property
     def root(self) -> nn.Module:
@@ -97,15 +109,55 @@ class Phase:
         ]
         return max([self.kept, *needed])
 
-    def steps(self) -> dict[Solo, int]:
+    def steps(self) -> dict[SingleCall, int]:
         """How often each of its programs has run."""
-        return {s: s.call.steps for s in self.arena.programs if isinstance(s, Solo)}
+        return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall)}
 
-    def ended(self, before: dict[Solo, int], seconds: float) -> None:
+    def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
         self._ran = [(weakref.ref(program), count) for program, count in counts.items() if count]
+
+    def begin_call(self) -> None:
+        self.calls += 1
+
+    def begin_retry(self) -> None:
+        """A call ran out of memory, and is about to run again."""
+        self.retries += 1
+
+    def exceeds(self, taken: int) -> bool:
+        """A call took more than the budget: ``taken`` bytes on the device.  Returns whether that is the most so far."""
+        before, self._warned = self._warned, max(self._warned, taken)
+        return taken > before
+
+    def plan_for(self, goal: int) -> None:
+        """Plan its programs for ``goal`` bytes of weights on the device.  Raises ChunkflowError if that is too little."""
+        if goal < self.kept:
+            raise ChunkflowError("there is no room for any.")
+        if programs(self.root):
+            replan(self.root, memory=goal)
+        self.goal = goal
+
+    def limit(self, most: int) -> None:
+        """A call ran out of memory: its plans take ``most`` bytes until the generation ends."""
+        self.most = most
+
+    def end_generation(self) -> None:
+        self.most = None
+
+    @property
+    def learned(self) -> Learned:
+        """What its calls need in addition to the weights."""
+        return Learned(self.activations, self.steady)
+
+    def assume(self, activations: int) -> None:
+        """Note bytes of activations where no call can be measured."""
+        self.activations = activations
+
+    def unlearn(self, before: Learned) -> None:
+        """Forget what the newest call needed."""
+        self.activations, self.steady = before
 
     def learn(self, activations: int, steady: bool) -> None:
         """Note the activations of a call, bytes.  ``steady``: it did not change the arena, so it counts before others."""
@@ -151,14 +203,14 @@ class Phase:
         measured = [count * _median(values) for values, count in steps if values]
         return sum(measured) if measured else None
 
-    def _newest(self) -> list[tuple[Solo, int]]:
+    def _newest(self) -> list[tuple[SingleCall, int]]:
         """The programs of the newest call, and how often each ran."""
         return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
     def _predicted(self) -> float | None:
         """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
         newest = self._newest()
-        problems = {program.call.key: program.program.problem for program, _ in newest}
+        problems = {program.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.code.cut) in cuts for program, _ in newest):
@@ -184,14 +236,14 @@ class Phase:
         return _median([*self._seconds]) if self._seconds else None
 
 
-def _predicted(cycle: Sequence, keys: Collection[CallKey | None]) -> float | None:
+def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
     """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
     if cycle.plan.predicted is None:
         return None
     return sum(seconds for key, seconds in zip(cycle.keys, seconds_of_calls(cycle.cycle), strict=True) if key in keys)
 
 
-def _played(cycle: Sequence, problems: Mapping[CallKey | None, Problem]) -> float:
+def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
     """Predicted seconds of a pass in which the calls with these keys have other sizes: those of the problems."""
     whole, plan = cycle.cycle.problem, cycle.plan
     sized = [problems.get(key, call.cut.problem) for key, call in zip(cycle.keys, cycle.calls, strict=True)]

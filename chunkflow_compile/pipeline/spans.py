@@ -12,8 +12,8 @@ from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.metrics import models_of
 from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import as_one
-from chunkflow_compile.runtime.sequence import Sequence as CallSequence
 
 # Begin and end, seconds of time.monotonic(), and attributes.
 _Step = tuple[float, float, dict[str, Any]]
@@ -47,11 +47,11 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     finally:
         for device in devices:
             device.measure(None)
-        shown = set[CallSequence]()
+        shown = set[BoundCycle]()
         for name, model in models_of(pipe_or_model).items():
-            sequences = [s for s in (*cycles(model), *programs(model)) if s not in shown]
-            shown.update(sequences)
-            if steps := sorted(_steps(sequences, begun), key=lambda step: step[0]):
+            bound = [s for s in (*cycles(model), *programs(model)) if s not in shown]
+            shown.update(bound)
+            if steps := sorted(_steps(bound, begun), key=lambda step: step[0]):
                 _make(chosen, trace.set_span_in_context, name, steps, ns)
 
 
@@ -64,10 +64,10 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
     phase.end(ns(max(end for _, end, _ in steps)))
 
 
-def _steps(sequences: Iterable[CallSequence], begun: float) -> Iterator[_Step]:
+def _steps(bound: Iterable[BoundCycle], begun: float) -> Iterator[_Step]:
     """Those that ended after ``begun``."""
-    for sequence, calls in ((s, calls) for s in sequences for calls in s.passes):
-        plan, zero, whole, last = sequence.plan, sequence.arena.streams.zero, as_one(calls), calls[-1]
+    for cycle, calls in ((s, calls) for s in bound for calls in s.passes):
+        plan, zero, whole, last = cycle.plan, cycle.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s
         if end <= begun:
             continue

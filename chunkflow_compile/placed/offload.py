@@ -42,8 +42,8 @@ from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.order import Solo
-    from chunkflow_compile.runtime.sequence import Sequence
+    from chunkflow_compile.runtime.bound_cycle import BoundCycle
+    from chunkflow_compile.runtime.single_call import SingleCall
 
 
 @unset_fake_temporarily()
@@ -126,9 +126,8 @@ def offload(
             kinds = {names[0]: f"{dtype_of(names[0], weight)} {[*weight.shape]}" for names, weight in weights}
             together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type}, name)
         with compile_lock:
-            placement = Placement.on(root, target, min_bytes)
-            placement.store.bound, placement.pack = bound, pack
-            placement.store.peers, placement.peers = together, peers
+            options = {"pack": pack, "peers": peers, "ranks": together, "bound": bound}
+            placement = Placement.on(root, target, min_bytes, **options)
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
             if filled:  # each rank writes its own
@@ -285,13 +284,13 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
     return model
 
 
-def programs(model: nn.Module) -> tuple[Solo, ...]:
+def programs(model: nn.Module) -> tuple[SingleCall, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
     running = (p for placement in placements_of(model) for p in placement.programs if not p.closed)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
 
-def cycles(model: nn.Module) -> tuple[Sequence, ...]:
+def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     """The cycles that programs of a placed model run in, the one that runs now first: their plan and their jumps.
 
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.

@@ -35,10 +35,11 @@ from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.node import Node
+from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.order import Solo
+    from chunkflow_compile.runtime.single_call import SingleCall
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +59,27 @@ class Placement:
     weights go to the devices of the ranks when a program starts on them.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        min_bytes: int,
+        *,
+        pack: Pack = False,
+        peers: OnPeers = False,
+        ranks: Peers | None = None,
+        bound: int | None = None,
+    ) -> None:
+        """``ranks``: those that keep pieces for each other, or None.  ``bound``: most bytes of host memory, or None."""
         self.root = root
         self.min_bytes = min_bytes
+        self.pack = pack
+        self.peers = peers
         free = partial(_call_if_alive, weakref.WeakMethod(self.free))
-        self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)), free)
+        quiet = partial(_quiet, weakref.ref(self))
+        self.store = HostStore(weakref.ref(root), device, quiet, free, bound=bound, peers=ranks)
         self.guards = Guards(root, self.store, free)
-        self.programs: list[Solo] = []
+        self.programs: list[SingleCall] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
@@ -74,17 +89,32 @@ class Placement:
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Mapping[str, Any] = {}
         self.room: int | None = None
-        self.pack: Pack = False
-        self.peers: OnPeers = False
 
     @staticmethod
-    def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
-        """The placement of a model, created if there is none; two threads that ask at once get the same one."""
+    def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
+        """The placement of a model, created with these options if there is none; two threads that ask at once get the same
+        one."""
         with compile_lock:
             placement = placement_of(root)
             if placement is None:  # a copy of a placed model has the attribute, with None
-                placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes)
+                placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes, **options)
             return placement
+
+    def belong_to(self, owner: Callable[[], str | None], arena: Arena, room: int) -> None:
+        """Run the programs in the arena of an owner, which alone may undo the placement.
+
+        ``owner``: returns its name, None once it is gone.  ``room``: bytes of weights that it expects to have on the device.
+        """
+        self.owner, self.owned_arena, self.room = owner, arena, room
+
+    def aim_for(self, **goal: Any) -> None:
+        """Plan for this goal from now on, also for sizes that come later.  ``goal``: fields of the settings."""
+        self.goal = {**self.goal, **goal}
+
+    def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
+        """Parts of the model are about to be compiled: count their graphs."""
+        self.progress = CompileProgress(name, graphs, model)
+        return self.progress
 
     @property
     def current(self) -> bool:
@@ -95,14 +125,14 @@ class Placement:
         """The arena that the model's programs on one kind of device share."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
-    def attach(self, program: Solo) -> None:
+    def attach(self, program: SingleCall) -> None:
         """Make a program end with this placement.
 
         The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and
         calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        for order in dict.fromkeys(p.order for p in (*self.programs, program)):
-            order.close_outlived()
+        for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
+            arena.close_stale()
         for other in self.programs:
             if not other.closed and other is not program and program.repeats(other):
                 program.adopt(other)
@@ -194,7 +224,7 @@ class Placement:
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
                 if (buffer := buffer_of(module._buffers[name])) is not None:
-                    buffer.fill = partial(_call_if_alive, fill)
+                    buffer.fill_with(partial(_call_if_alive, fill))
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.
@@ -269,9 +299,7 @@ def progress_of(root: nn.Module) -> CompileProgress:
     placement = placement_of(root)
     if placement is None:
         return CompileProgress(type(root).__name__, 0, root)
-    if placement.progress is None:  # it counts the graphs from now on
-        placement.progress = CompileProgress(type(root).__name__, 0, root)
-    return placement.progress
+    return placement.progress or placement.begin_compilation(type(root).__name__, 0, root)
 
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:

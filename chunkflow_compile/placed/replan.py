@@ -15,10 +15,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.placed.placement import placements_of
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import measured
-from chunkflow_compile.runtime.order import replan as plan_again
 from chunkflow_compile.runtime.rank_times import RankTimes
-from chunkflow_compile.runtime.sequence import Sequence as Calls
+from chunkflow_compile.runtime.single_call import replan as plan_again
 from chunkflow_compile.units import Size
 
 
@@ -60,40 +60,40 @@ def replan(
     elif as_measured:
         goal = {"plan": None}  # a plan from a file would run whatever was measured
     running = cycles(model) if as_measured else ()
-    apart = [program for program in all_programs if not any(program.call.key in cycle.keys for cycle in running)]
-    sequences: list[Calls] = [*apart, *running]
-    timed = sequences if as_measured else []
+    apart = [program for program in all_programs if not any(program.key in cycle.keys for cycle in running)]
+    bound: list[BoundCycle] = [*apart, *running]
+    timed = bound if as_measured else []
     if "policy" in goal:  # cycles are planned when their order has repeated again
-        sequences, timed = [*all_programs], [s for s in timed if not s.keys]
+        bound, timed = [*all_programs], [s for s in timed if not s.keys]
     times = _times(timed)
     with contextlib.ExitStack() as locks:
-        for arena in sorted({sequence.arena for sequence in sequences}, key=id):
+        for arena in sorted({cycle.arena for cycle in bound}, key=id):
             locks.enter_context(arena.lock())
-        plan_again({sequence: times.get(sequence) for sequence in sequences}, goal)
+        plan_again({cycle: times.get(cycle) for cycle in bound}, goal)
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
-            placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}
+            placement.aim_for(**{name: goal[name] for name in goal if name != "plan"})
     return model
 
 
-def _times(sequences: Sequence[Calls]) -> dict[Calls, Timings]:
-    """The measured times of sequences, the largest of all ranks that run them.
+def _times(bound: Sequence[BoundCycle]) -> dict[BoundCycle, Timings]:
+    """The measured times of cycles, the largest of all ranks that run them.
 
     Raises ChunkflowError if a rank has none of one, or does not come.
     """
-    names = [f"{i}: {sequence.times.name}" for i, sequence in enumerate(sequences)]
-    groups = (group for sequence in sequences for group in sequence.times.groups)
-    ranks = RankTimes(groups, dict(zip(names, map(_own_times, sequences), strict=True)))
+    names = [f"{i}: {cycle.times.name}" for i, cycle in enumerate(bound)]
+    groups = (group for cycle in bound for group in cycle.times.groups)
+    ranks = RankTimes(groups, dict(zip(names, map(_own_times, bound), strict=True)))
     while ranks.missing:
         ranks.read(wait=True)
-    largest = {s: times for s, name in zip(sequences, names, strict=True) if (times := ranks.timings[name]) is not None}
-    if len(largest) < len(sequences):
+    largest = {s: times for s, name in zip(bound, names, strict=True) if (times := ranks.timings[name]) is not None}
+    if len(largest) < len(bound):
         raise ChunkflowError("No step was measured yet, here or on another rank: call the compiled model again.")
     return largest
 
 
-def _own_times(sequence: Calls) -> Timings | None:
-    steps = [step for step in sequence.measurements if step.plan == sequence.plan.digest]
-    if sequence.keys:
-        return sequence.times.timings(1)
-    return measured(sequence.plan, steps).timings() if steps else None  # the first will do
+def _own_times(cycle: BoundCycle) -> Timings | None:
+    steps = [step for step in cycle.measurements if step.plan == cycle.plan.digest]
+    if cycle.keys:
+        return cycle.times.timings(1)
+    return measured(cycle.plan, steps).timings() if steps else None  # the first will do

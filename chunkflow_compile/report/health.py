@@ -215,7 +215,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
 
 def _folders(machine: Machine) -> Iterator[Finding]:
     for what, folder, fix in (
-        ("compile cache", machine.compile_cache, f"another one is used, if there is any: {FIX}"),
+        ("compile cache", machine.compile_cache, FIX),
         ("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write"),
     ):
         free = "" if folder.free is None else f", {size(folder.free)} free"

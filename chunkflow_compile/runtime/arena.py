@@ -28,6 +28,7 @@ from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
+from .arena_contents import ArenaContents
 from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
@@ -36,42 +37,45 @@ from .read_ahead import ReadAhead
 Make = Callable[[torch.device, DeviceKind], Device]
 
 
-class Bound(Protocol):
-    """A sequence, as its arena knows it.
+class SharedDevice(Protocol):
+    """What decides how much of a device the arenas on it may take, as an arena knows it."""
 
-    ``program``: of one call by itself; None for a cycle.  ``budget``: its model, and most bytes of this model's offloaded
-    weights on the device; None for any.
-    """
+    def make_room(self, arena: Arena, nbytes: int) -> None:
+        """Called before the memory of the arena has ``nbytes``."""
 
-    @property
-    def program(self) -> Program | None: ...
+    def most_bytes(self, arena: Arena) -> int | None:
+        """Most bytes of weights in the arena, of all models together; None for the sum of their budgets."""
 
-    @property
-    def budget(self) -> tuple[int, int | None]: ...
+
+class Owner(Protocol):
+    """A program or a cycle, as the arena knows it in whose memory it runs."""
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
 
-class SlotState:
-    """What lies in the memory for one placement of weights.  Programs with the same placement share it, and the programs
-    of a cycle.
+class Tenant(Owner, Protocol):
+    """A program that runs in an arena, by itself or in cycles.
 
-    ``events``: by their numbers in the step: the openings of windows and the arrivals of copies.
-    ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
-    calls of the pass that runs are measured, ``asked`` for by :meth:`Device.measure`.  ``turns``: the calls so far.
-    ``ended``: the number of the newest measured one, and the time of its end.  ``versions``: of the values there of each
-    weight, where it has some when a call begins.
+    ``budget``: its model, and most bytes of this model's offloaded weights on the device; None for any.  ``reads``: equal for
+    programs on the same weights.  ``stale``: whether a weight was dropped, moved or given other memory, so that the program
+    can never run again.
     """
 
-    def __init__(self, device: Device, events: int) -> None:
-        self.events = [device.event() for _ in range(events)]
-        self.next: int | None = None
-        self.marked = True
-        self.asked = False
-        self.turns = 0
-        self.ended: tuple[int, float] | None = None
-        self.versions: dict[str, int] = {}
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def budget(self) -> tuple[int, int | None]: ...
+
+    @property
+    def reads(self) -> tuple[int, ...]: ...
+
+    @property
+    def stale(self) -> bool: ...
+
+    def close(self) -> None:
+        """End it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Binding:
     values: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, Source]
-    state: SlotState | None = None
+    state: ArenaContents | None = None
 
 
 class Arena:
@@ -101,27 +105,29 @@ class Arena:
     order of the programs repeats: then they run as a cycle (order.py).
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
-        """``make``: creates the streams for a device and its kind.  Raises ChunkflowError for an unsupported device."""
+    def __init__(
+        self, device: torch.device | str = "cpu", *, make: Make = make_device, shared: SharedDevice | None = None
+    ) -> None:
+        """``make``: creates the streams for a device and its kind.  ``shared``: decides how much of the device the arena may
+        take; None if it has the device for itself.  Raises ChunkflowError for an unsupported device."""
         self.device = check_device(device)
         self.lock = ProcessLock()  # held for a step
-        self.holder: SlotState | None = None  # that of the program that ran last
-        self.outdated = False  # whether a weight of a program was dropped since the last step
-        self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
-        self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
-        self.most: int | None = None  # bytes of weights, of all models together; None for the sum of their budgets
+        self.holder: ArenaContents | None = None  # the chunks of the program that ran last, if they are complete
+        self.lost_weight = False  # whether a weight of a program was dropped since the last step
         self.graphs = CudaGraphs()
         self._make = make
+        self._shared = shared
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
+        self._running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self._memory: torch.Tensor | None = None
-        self._programs: list[weakref.ref[Bound]] = []
+        self._programs: list[weakref.ref[Tenant]] = []
         # what is bound -> the weights that it keeps on the device outside the memory; several have the same copies
-        self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
+        self._residents: weakref.WeakKeyDictionary[Owner, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakValueDictionary[object, ArenaContents] = weakref.WeakValueDictionary()
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     @property
@@ -144,7 +150,7 @@ class Arena:
 
     def bind(
         self,
-        owner: Bound,
+        owner: Owner,
         cycle: Cycle,
         buffers: Mapping[str, HostBuffer],
         *,
@@ -175,11 +181,11 @@ class Arena:
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = SlotState(self.streams, cycle.event_count)
+            state = self._states[placement] = ArenaContents(self.streams, cycle.event_count)
         return Binding(self, values, slots, hosts, state)
 
     def keep(
-        self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
+        self, owner: Owner, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
         """Copies of these weights on the device, outside the memory.  Others that the owner had are given up."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
@@ -199,16 +205,17 @@ class Arena:
         self._residents[owner] = weakref.WeakKeyDictionary(kept)
         return kept
 
-    def release(self, owner: Bound) -> None:
-        """Unbind a sequence, and let go of the weights that it keeps on the device outside the memory."""
+    def release(self, owner: Owner) -> None:
+        """Unbind a program or a cycle, and let go of the weights that it keeps on the device outside the memory."""
         owner.unbind()
         self._residents.pop(owner, None)
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
         """Release the programs by themselves that keep any of these weights: a cycle has them in the memory."""
-        for owner, kept in list(self._residents.items()):
-            if owner.program is not None and any(buffer in kept for buffer in buffers):
-                self.release(owner)
+        displaced = set(buffers)
+        for program in self.programs:
+            if not displaced.isdisjoint(self._residents.get(program, ())):
+                self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
         """Evict all if ``nbytes`` of memory and ``residents`` more bytes outside it would exceed the budgets of the models.
@@ -221,8 +228,8 @@ class Arena:
             largest = budgets.get(model, 0)
             budgets[model] = None if budget is None or largest is None else max(budget, largest)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
-        if self.most is not None:
-            most = min(most, self.most)
+        if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
+            most = min(most, shared)
         if self.held + max(0, nbytes - self.nbytes) + residents > most:
             self.evict()
 
@@ -241,7 +248,7 @@ class Arena:
         return self._reader
 
     @property
-    def programs(self) -> list[Bound]:
+    def programs(self) -> list[Tenant]:
         """Those that run in the memory by themselves or in cycles, oldest first."""
         return [program for ref in self._programs if (program := ref()) is not None]
 
@@ -251,16 +258,14 @@ class Arena:
         Raises FindingError if they are not safe in one arena.
         """
         mine = program.module
-        for other in (bound.program for bound in self.programs):
-            if other is None:
-                continue
+        for other in (tenant.program for tenant in self.programs):
             theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
                 verify_together(other, program)
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def add(self, program: Bound, kind: DeviceKind) -> None:
+    def add(self, program: Tenant, kind: DeviceKind) -> None:
         """Let a program run here.  Raises ChunkflowError if the others use another ``kind`` of device."""
         with self.lock():
             self.refuse_inside()
@@ -274,17 +279,53 @@ class Arena:
                 )
             self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
 
-    def remove(self, program: Bound) -> None:
+    def remove(self, program: Tenant) -> None:
         """A program that holds nothing does not run here any more."""
         with self.lock():
             self._programs = [ref for ref in self._programs if ref() is not program]
             self.sweep()
 
+    def begin_filling(self) -> None:
+        """Copies into the memory begin: if they are interrupted, the chunks of no program are complete."""
+        self.holder = None
+
+    def hold(self, contents: ArenaContents) -> None:
+        """These chunks are complete in the memory, or on their way."""
+        self.holder = contents
+
+    def discard(self, contents: ArenaContents | None) -> bool:
+        """Let the next call start cold if the memory has these chunks; return whether it has."""
+        if contents is None or self.holder is not contents:
+            return False
+        self.holder = None
+        return True
+
+    def begin_call(self, title: str) -> None:
+        """A call runs until :meth:`end_call`.  ``title``: names it in errors."""
+        self._running = os.getpid(), title
+
+    def end_call(self) -> None:
+        self._running = None
+
+    def lose_weight(self) -> None:
+        """A weight of a program was dropped: the next step ends the programs that cannot run without it."""
+        self.lost_weight = True
+
+    def close_stale(self) -> None:
+        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
+        self.lost_weight = False
+        stale: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
+        for program in self.programs:
+            if program.reads not in stale:
+                stale[program.reads] = program.stale
+            if stale[program.reads]:
+                program.close()
+
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
-        if self.running is not None and self.running[0] == os.getpid():
+        if self._running is not None and self._running[0] == os.getpid():
             raise ChunkflowError(
-                f"A compiled model is called inside a call of {self.running[1]}, from an op of its own, and both share an "
+                f"A compiled model is called inside a call of {self._running[1]}, from an op of its own, and both share an "
                 "arena: it would overwrite weights that the outer call still reads. Give the inner model its own: "
                 "options={'arena': chunkflow_compile.Arena(device)}."
             )
@@ -292,17 +333,17 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and sequences are bound again at their next step; then ``grows`` is called.  Raises
-        ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
-        or freed, if the device has lost the room for that too.
+        The old memory is freed first, and cycles are bound again at their next step.  Then other arenas on a shared device
+        make room.  Raises ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as
+        large as before, or freed, if the device has lost the room for that too.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
             if self._memory is not None:
                 self._unbind()
             try:
-                if self.grows is not None:
-                    self.grows(nbytes)
+                if self._shared is not None:
+                    self._shared.make_room(self, nbytes)
                 self._memory = self._allocate(nbytes, advice)
             except BaseException:
                 with contextlib.suppress(ChunkflowError):

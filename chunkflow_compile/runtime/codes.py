@@ -144,6 +144,14 @@ class CurrentCode:
         """Let the next call run ``code``."""
         self.code, self.by_itself = code, by_itself
 
+    def fall_back(self, code: Code) -> None:
+        """Let the next call run the previous ``code`` again, which is not planned again by itself any more."""
+        self.code = replace(code, replan_after=0)
+
+    def adapt(self, code: Code) -> None:
+        """Run ``code``, which is made for the same goal and for what the weights are."""
+        self.code = code
+
 
 class Codes:
     """The codes of one graph, by sizes and goals for which they were planned.  Other sizes of equal cost have the same."""

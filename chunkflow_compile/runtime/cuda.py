@@ -75,7 +75,7 @@ class CudaDevice(Device):
     def stage(self) -> None:
         """From now on, some copies come from pageable memory."""
         if not isinstance(self.copy, StagedCopies):
-            self.copy = self.compute.copies = StagedCopies(self.copy, self.compute)
+            self.copy = self.compute.stage(self.copy)
 
     @property
     def lanes(self) -> tuple[CudaStream, ...]:
@@ -142,7 +142,7 @@ class CudaDevice(Device):
             current.wait_event(self._handover)
             for memory in self._all_memory():
                 self.cuda.record_stream(memory, current)
-        self.compute.stream = current
+        self.compute.follow(current)
         return self._clock.begin(current, marked, consecutive)
 
     def finish(self, begun: Frame | None, over: StepEnd) -> None:

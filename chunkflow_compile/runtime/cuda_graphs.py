@@ -89,15 +89,18 @@ class CaptureLog:
             f"the device between calls, {self.launches} launches{times}"
         )
 
+    def count_pass(self) -> None:
+        """A pass is issued op by op."""
+        self.passes += 1
+
     def captured(self, nbytes: int, seconds: float) -> None:
         """A graph was recorded."""
         self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds
-        self.counts.captures += 1
-        self.counts.capture_s += seconds
+        self.counts.add_capture(seconds)
 
     def launched(self) -> None:
         self.launches += 1
-        self.counts.launches += 1
+        self.counts.add_launch()
 
     @property
     def due(self) -> bool:

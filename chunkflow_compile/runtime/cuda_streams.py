@@ -34,16 +34,14 @@ from .torch_cuda import TorchCuda
 class CudaStream:
     """A stream of the GPU.  ``clock``: marks the times of its work in a call that is measured.
 
-    ``stream``: torch's stream; None for the caller's, which each step sets again.  ``copies``: the stream whose events it
-    waits for.
+    ``stream``: torch's stream; None for the caller's until the first step.
     """
-
-    copies: CudaStream | None = None
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
         self.cuda = cuda
         self.clock = clock
         self.stream: Any = stream
+        self._staged: StagedCopies | None = None  # whose events it waits for
         self._side = stream is not None
         self._process = os.getpid()
 
@@ -51,6 +49,15 @@ class CudaStream:
     def inherited(self) -> bool:
         """Whether this process was forked from the one that made the stream: it has no GPU, and waits for none."""
         return os.getpid() != self._process
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Issue to the stream that is the caller's now."""
+        self.stream = stream
+
+    def stage(self, copies: CudaStream) -> StagedCopies:
+        """Let a thread issue ``copies``, whose events this stream waits for; return the stream of the thread."""
+        self._staged = StagedCopies(copies, self)
+        return self._staged
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         if watch is not None and (frame := self.clock.open) is not None:
@@ -72,8 +79,8 @@ class CudaStream:
 
     def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
         frame = self.clock.open
-        if self.copies is not None:
-            self.copies.await_record(event)
+        if self._staged is not None:
+            self._staged.await_record(event)
         if waited is None or frame is None:
             self.stream.wait_event(event)
             return

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.pipeline import Settings, make_cycle
-from chunkflow_compile.passes.program.cycle import Call as CycleCall
+from chunkflow_compile.passes.program.cycle import Call
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.progress import planning
 
 from .arena import Arena
+from .bound_cycle import BoundCycle
+from .call_site import CallKey, CallSite
 from .codes import bare
 from .cuda_graphs import MOST_GRAPHS
-from .sequence import Call, CallKey, Sequence
 
 # Calls of the longest cycle: 128 blocks of two models, twice a step.
 MOST_CALLS = 512
@@ -26,31 +26,31 @@ MOST_CALLS = 512
 _TRIES = 4
 
 
-def repeated(history: Items[CallKey]) -> Iterator[tuple[CallKey, ...]]:
+def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...]]:
     """The calls from each of the newest earlier calls of the last key up to it, if the same calls came before them."""
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
     for begin in itertools.islice(earlier, _TRIES):
         length, keys = end - begin, history[begin:end]
-        once = _once(tuple(keys))
+        once = _shortest_period(tuple(keys))
         if len(once) < length or (begin >= length and history[begin - length : begin] == keys):
             yield once
 
 
-def _once(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
+def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
     """The shortest cycle that these calls are repetitions of."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
-def turned(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
+def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
     """Whether two cycles are the same, wherever they begin."""
     if len(keys) != len(others):
         return False
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
 
 
-def serves(cycle: Sequence, settings: Settings) -> bool:
+def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
     """Whether the plan of a cycle is the best for these settings of a call too.
 
     It is if they differ only in the budget, and it fits one that is no larger than its own.
@@ -66,24 +66,25 @@ def serves(cycle: Sequence, settings: Settings) -> bool:
 def planned(
     arena: Arena,
     keys: tuple[CallKey, ...],
-    calls: Items[CycleCall],
+    calls: Sequence[Call],
     buffers: Mapping[str, HostBuffer],
     settings: Settings,
     timings: Timings | None = None,
-) -> Sequence:
+    replan_after: int = 0,
+) -> BoundCycle:
     """A cycle that is planned now.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
         joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # its calls are no CUDA graphs
         cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
-        return Sequence(arena, calls, buffers, settings, cycle, keys=keys)
+        return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
 
-def calls_of(calls: Items[Call]) -> tuple[list[CycleCall], dict[str, HostBuffer]]:
+def calls_of(calls: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffer]]:
     """The calls of a cycle, and the buffers of its weights by their names in it.
 
     A weight that two calls read is two weights of the cycle: it is fetched for each.
     """
-    placed = list[CycleCall]()
+    placed = list[Call]()
     buffers: dict[str, HostBuffer] = {}
     taken = set[str]()
     for call in calls:
@@ -98,7 +99,7 @@ def calls_of(calls: Items[Call]) -> tuple[list[CycleCall], dict[str, HostBuffer]
     return placed, buffers
 
 
-def common(calls: Items[Call]) -> Settings | None:
+def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
     """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
     shared = [replace(bare(call.code.settings), memory=None) for call in calls]
     if any(settings != shared[0] for settings in shared):
@@ -107,23 +108,23 @@ def common(calls: Items[Call]) -> Settings | None:
     return replace(shared[0], memory=memory, outside=_outside(calls))
 
 
-def _outside(calls: Items[Call]) -> int:
+def _outside(calls: Sequence[CallSite]) -> int:
     """Bytes on the device of the weights of these models that none of the calls reads."""
     left: dict[int, int] = {}
-    for call in {id(c.key): c for c in calls}.values():
+    for call in dict.fromkeys(calls):  # a call comes several times in a cycle
         left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
     return sum(max(0, nbytes) for nbytes in left.values())
 
 
-def dump(cycle: Sequence, calls: Items[Call]) -> None:
+def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
     """Write the plan and the programs of a cycle into a folder, next to that of one of its calls, if there is one."""
     other = next((call.code.folder for call in calls if call.code.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk is no error
-            cycle.folder = _written(cycle, other)
+            cycle.measure_into(_written(cycle, other))
 
 
-def _written(cycle: Sequence, other: Path) -> Path:
+def _written(cycle: BoundCycle, other: Path) -> Path:
     plan, rank = cycle.plan, other.name.partition("_")[0]
     folder = other.parent / f"{rank}_cycle_of_{len(cycle.keys)}_{plan.digest}"
     folder.mkdir(exist_ok=True)

@@ -62,7 +62,7 @@ class _HostDevice(Device):
         if isinstance(source, Pieces):
             port, nbytes = self.peers or port, source.from_others
         if port is not None:
-            lane.ended = port.send(moves, nbytes, since)
+            lane.end_work(port.send(moves, nbytes, since))
 
     def received(self, nbytes: int) -> None:
         if (port := self.peers or self.port) is not None:
@@ -167,8 +167,8 @@ class DeviceKind:
     link: LinkEmulation | None = None
 
 
-def check_kind(device: torch.device, kind: DeviceKind, policy: str) -> None:
-    """Raise ChunkflowError if ``device`` is a GPU and ``kind`` or ``policy`` needs devices made of host threads."""
+def check_kind(device: torch.device, kind: DeviceKind) -> None:
+    """Raise ChunkflowError if ``device`` is a GPU and ``kind`` needs devices made of host threads."""
     if device.type != "cuda":
         return
     if kind.threads:
@@ -176,11 +176,6 @@ def check_kind(device: torch.device, kind: DeviceKind, policy: str) -> None:
     if kind.link is not None:
         raise ChunkflowError(
             "The hardware profile emulates a link, but cuda has a real one: use a profile without link_emulation."
-        )
-    if policy == "host-yield":
-        raise ChunkflowError(
-            "Policy host-yield pauses the thread that copies, and on cuda no thread copies: use policy chunkflow, "
-            "which yields through events of the device, or compare the two on the cpu."
         )
 
 

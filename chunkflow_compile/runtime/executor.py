@@ -61,8 +61,7 @@ class Executor(OnDevice):
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
     ``rewritten``: weights that were written since they were copied, with the versions of their values.  ``cost``: of the
-    newest step.  ``wanted``: whether a plan is to be made from the times of its steps.  ``captures``: that of its call if it
-    is to be a CUDA graph, None if not.
+    newest step.  ``captures``: that of its call if it is to be a CUDA graph, None if not.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Executor(OnDevice):
         self.handover, self.primed = device.event(), [device.event() for _ in MOVES]
         self.rewritten: dict[str, int] = {}
         self.cost = Cost()
-        self.wanted = False
         self.captures = captures
         self._graph: CudaGraph | None = None
         self._file = file
@@ -105,32 +103,40 @@ class Executor(OnDevice):
         self._later: list[Any] = [None] * (len(self.number) - len(placeholders))
         self.instructions = list(instructions(self))
 
-    def run(self, args: Sequence[Any]) -> Any:
+    def run(self, args: Sequence[Any], timed: bool = False) -> Any:
         """Run one step on the inputs of the traced graph; return its outputs.
 
+        ``timed``: whether a plan is to be made from the times of the steps.
         Raises ChunkflowError if a copy or a collective fails; the next call then starts cold.
         """
         try:
-            step = self.enqueue(args)
+            step = self.enqueue(args, timed)
             self.device.deliver()
         except BaseException:
             self.forget()
             raise
         return step.outputs
 
-    def enqueue(self, args: Sequence[Any]) -> Step:
-        """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before."""
+    def copy_again(self, versions: Mapping[str, int]) -> None:
+        """Let the next step copy these weights again, unless the memory has values of these versions."""
+        self.rewritten |= versions
+
+    def enqueue(self, args: Sequence[Any], timed: bool = False) -> Step:
+        """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before.
+
+        ``timed``: as in :meth:`run`.
+        """
         env = [*args, *self._later]
         for position, value in self._values:
             env[position] = value
         state = self.state
-        jumps = state.next != self.call
-        if begins := self.call == 0 or jumps:  # a pass
-            state.asked = self.device.measuring
-        graph = self._recorded(env)
+        jumps = state.next_call != self.call
+        begins = self.call == 0 or jumps  # a pass
+        requested = self.device.measuring if begins else state.measurement_requested
+        graph = self._recorded(env, requested or timed)
         if begins:
-            state.marked = graph is None and self.device.choose(self._steps, self.wanted)
-        begun = self.device.start(graph.timed if graph is not None else state.marked, self._measured)
+            state.begin_pass(graph is None and self.device.choose(self._steps, timed), requested)
+        begun = self.device.start(graph.timed if graph is not None else state.measured, self._measured)
         self._measured = begun is not None and graph is None
         step = Step(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps)
         self.cost = step.cost
@@ -142,38 +148,39 @@ class Executor(OnDevice):
                 self._jump(step)
             elif self.rewritten:
                 self._copy_rewritten(step)
-        state.next = None
+        state.begin_call()
         if graph is not None:
             env[-1] = graph.launch(env)
-            step.cost.moved = graph.moved_bytes
+            step.cost.add_copies(graph.moved_bytes)
         else:
             begin_s = self.device.clock.now()
             for issue in self.instructions:
                 issue(step)
-            step.cost.issue_s = self.device.clock.now() - begin_s
-        state.next = self._next
+            step.cost.end_issue(self.device.clock.now() - begin_s)
+        number = state.end_call(self._next)
         # not the step: its values would live too long
-        over = partial(self._finish, step.cost, state.turns) if graph is None else graph.ended
+        over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
-        state.turns += 1
         return step
 
-    def _recorded(self, env: Sequence[Any]) -> CudaGraph | None:
-        """The CUDA graph of the call on these inputs, recorded now if it is time; None to issue its instructions."""
+    def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
+        """The CUDA graph of the call on these inputs, recorded now if it is time; None to issue its instructions.
+
+        ``measured``: whether the times of its parts are needed, which a launch does not have.
+        """
         if (log := self.captures) is None:
             return None
         if log.why_not:
             self._drop_graph(log.why_not)
             return None
-        issued = self.state.asked or self.wanted  # a launch has no times of its parts
         if self._graph is not None:
-            why = "a pass is measured" if issued else self._graph.misfit(env)
+            why = "a pass is measured" if measured else self._graph.misfit(env)
             if not why:
                 self.binding.arena.graphs.launched(self._graph)
                 return self._graph
             self._drop_graph(why)
-        if issued or not log.due:
-            log.passes += 1
+        if measured or not log.due:
+            log.count_pass()
             return None
         self._graph = record(self, env, log)
         return self._graph
@@ -213,7 +220,7 @@ class Executor(OnDevice):
     def _copy_first(self, step: Step, start: _Start, versions: dict[str, int]) -> None:
         """Copy into the arena before the step.  ``versions``: of the values that are there then."""
         device, arena = self.device, self.binding.arena
-        arena.holder = None  # if this is interrupted, the chunks of no program are complete
+        arena.begin_filling()
         if device.pull is not None:  # nothing else orders what one lane has in flight before the copies of the other
             device.await_lanes(self.primed)
         device.compute.record(self.handover)
@@ -226,17 +233,18 @@ class Executor(OnDevice):
             self.copy(step, [(target, source, f"keep {weight}")], moves)
             for event in self.cycle.kept_events.get(weight, ()):
                 self.arrived(event, moves)
-            step.cost.moved += source.numel()
+            step.cost.add_copies(source.numel())
         for _, issue in start.prefetches:
             issue(step)
         if start.waits:
             device.await_lanes(self.primed)
-        arena.holder = self.state
-        self.state.versions, self.rewritten = versions, {}
-        step.cost.primed, step.cost.moved, step.cost.pulled = step.cost.moved, 0, 0
+        arena.hold(self.state)
+        self.state.fill(versions)
+        self.rewritten = {}
+        step.cost.end_priming()
 
-    def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
-        before, self.state.ended = self.state.ended, (turn, end)
+    def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
+        idle_s = self.state.idle_before(number, begin, end)
         copied, windows = self.traffic.settle(end), cost.windows
         read_s, read_bytes = self.binding.arena.reader.settle() if self.on_drive else (0.0, 0)
         if not whole or windows is None or self._file is None:
@@ -258,7 +266,7 @@ class Executor(OnDevice):
                 windows=windows,
                 read_s=read_s,
                 read_bytes=read_bytes,
-                idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
+                idle_s=idle_s,
                 plan=self._plan,
                 begin_s=begin,
             )
@@ -266,11 +274,7 @@ class Executor(OnDevice):
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
-        holds = self.binding.arena.holder is self.state
-        if holds:
-            self.binding.arena.holder = None
-        if self.flag is not None:
-            self.flag.drop()  # an error in a collective left it set
+        holds = self.binding.arena.discard(self.state)
         for stream in (self.device.compute, self.device.collective, *self.device.lanes):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()

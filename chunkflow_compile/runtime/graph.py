@@ -10,7 +10,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +24,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.weights.host_buffer import buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.locks import ProcessLock, aside
+from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
 from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
+from .call_site import CallSite
 from .codes import Codes, CurrentCode, Sizes
-from .device import check_kind, refuse_capture
-from .order import Solo
-from .sequence import Call
+from .single_call import SingleCall, bind_program
 from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
@@ -42,7 +40,7 @@ _Key = tuple[int, int, Sizes]
 
 # Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the
 # host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
-Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], Solo]], Solo]
+Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
 # Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
 Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
@@ -88,11 +86,11 @@ class CompiledGraph:
         self._place = place
         self._changed = changed
         self._arena = arena
-        self._programs: weakref.WeakValueDictionary[_Key, Solo] = weakref.WeakValueDictionary()
+        self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
         # by the id of the model's first weight, with its memory: once that is gone, the id may be another's
         self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
         self._lock = ProcessLock()
-        weakref.finalize(self, _drop_all, self._programs).atexit = False
+        when_collected(self, _drop_all, self._programs)
         program = codes.first.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
@@ -125,7 +123,7 @@ class CompiledGraph:
                 program.call.notice(again=noticed)
                 with program.arena.lock():
                     if not program.closed and program.call.fits(weights):
-                        return program.order.run(program, inputs)
+                        return program.run(inputs)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
@@ -144,7 +142,7 @@ class CompiledGraph:
                         program.close()
                         del self._programs[key]
 
-    def _renew(self, key: _Key, stale: Solo | None, parameters: Mapping[str, nn.Parameter]) -> None:
+    def _renew(self, key: _Key, stale: SingleCall | None, parameters: Mapping[str, nn.Parameter]) -> None:
         with awaited(parameters.values()):
             current = self._current_code(parameters, key[2])
         if stale is not None:
@@ -154,12 +152,12 @@ class CompiledGraph:
                 fresh = self._place(
                     parameters,
                     current.code.program.offloaded,
-                    lambda arena: self._started(current, parameters, key[2], self._arena or arena),
+                    lambda arena: self._bind(current, parameters, key[2], self._arena or arena),
                 )
         except BaseException as error:
             if stale is None or current.code is stale.code:
                 raise
-            current.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
+            current.fall_back(stale.code)
             if not current.by_itself or not isinstance(error, ChunkflowError):
                 raise
             _log.warning("the current plan is kept: %s", error)
@@ -182,11 +180,11 @@ class CompiledGraph:
             self._current[key] = StorageWeakRef(memory.untyped_storage()), CurrentCode(code)
         return self._current[key][1]
 
-    def _started(
+    def _bind(
         self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
-    ) -> Solo:
+    ) -> SingleCall:
         """A program of the model, whose weights are placed."""
-        return _started(Call(self._in_form(current, parameters, sizes), parameters), arena)
+        return bind_program(CallSite(self._in_form(current, parameters, sizes), parameters), arena)
 
     def _in_form(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
         """The code of a model for what its weights are, packed or raw, on the devices of the ranks or not.
@@ -209,7 +207,7 @@ class CompiledGraph:
                 forms.add(name)
         form = {"pack": frozenset(forms), "peers": _shard_across_peers(parameters, current.code.on_peers)}
         if form != {"pack": current.code.packed, "peers": current.code.on_peers}:
-            current.code = self.codes.code(sizes, {**self._changed(parameters), **form})
+            current.adapt(self.codes.code(sizes, {**self._changed(parameters), **form}))
         return current
 
 
@@ -244,30 +242,6 @@ def awaited(values: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def _started(call: Call, arena: Arena) -> Solo:
-    """A program that is bound to the memory of an arena.
-
-    Raises ChunkflowError if the arena has no room, or if the program is not safe with another in it.
-    """
-    code = call.code
-    check_kind(arena.device, code.kind, code.program.plan.policy)
-    refuse_capture(arena.device)
-    with arena.lock():
-        if code.verified:
-            arena.prove(call.program)
-        arena.add(program := Solo(call, arena), code.kind)
-        try:
-            call.key = program.order.key(call)
-            if not (call.part and call.key):  # else its cycle is planned again
-                program.replan_after = code.replan_after
-            program.executor_of(call, 0)
-        except BaseException:
-            program.close()
-            raise
-    call.counts.programs += 1
-    return program
-
-
 def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
     """The outputs of an ATen graph, as fake tensors of ``mode``, whatever tensors the inputs are."""
 
@@ -281,7 +255,7 @@ def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _drop_all(programs: weakref.WeakValueDictionary[_Key, Solo]) -> None:
+def _drop_all(programs: weakref.WeakValueDictionary[_Key, SingleCall]) -> None:
     """End programs whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
     for program in list(programs.values()):
         aside(program.close)

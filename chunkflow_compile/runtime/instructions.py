@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.names import Moves
-from chunkflow_compile.passes.ops import WAIT, Prefetch, transfer_of
+from chunkflow_compile.passes.ops import Prefetch, transfer_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.lifetimes import over
@@ -25,11 +25,11 @@ from chunkflow_compile.passes.step import Wait as WaitOp
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import DriveBytes
 
-from .arena import Binding, SlotState
+from .arena import Binding
+from .arena_contents import ArenaContents
 from .device_base import Copy, Device
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
-from .streams import HostFlag
 from .traffic import Traffic
 from .wrapped_calls import checked, explained, owning, tuple_getter, undeclared
 
@@ -45,6 +45,23 @@ class Cost:
     moved: int = 0
     pulled: int = 0
     issue_s: float = 0.0
+
+    def add_copies(self, nbytes: int, pulled: int = 0) -> None:
+        """Copies were issued."""
+        self.moved += nbytes
+        self.pulled += pulled
+
+    def add_collective(self) -> None:
+        """A collective was issued."""
+        self.collectives += 1
+
+    def end_priming(self) -> None:
+        """All copies so far were issued before the step."""
+        self.primed, self.moved, self.pulled = self.moved, 0, 0
+
+    def end_issue(self, seconds: float) -> None:
+        """The host has issued the step in ``seconds``."""
+        self.issue_s = seconds
 
 
 @dataclass
@@ -94,9 +111,8 @@ class Fetch:
 class OnDevice:
     """A program on the memory and the streams of a device: what its instructions refer to.
 
-    ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
-    ``records``: whether the device records the call.  ``on_drive``: weights that the arena's reader brings from the drive.
-    ``number``: of each node, its place in a step.
+    ``traffic``: the transfers that they issue.  ``records``: whether the device records the call.  ``on_drive``: weights that
+    the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
     """
 
     def __init__(
@@ -117,13 +133,12 @@ class OnDevice:
         self.device = device = device or binding.arena.streams
         self.binding = binding
         self.poison = poison
-        self.state = binding.state or SlotState(device, cycle.event_count)
+        self.state = binding.state or ArenaContents(device, cycle.event_count)
         self.traffic = Traffic()
-        self.flag = HostFlag() if program.plan.policy == "host-yield" else None
-        # checked chunk by chunk, copies read the drive themselves
-        held = {} if self.flag is not None else binding.hosts
         pulled = program.plan.pulled  # one of them that has no pieces any more is read as it is copied
-        self.on_drive = frozenset(n for n, source in held.items() if isinstance(source, DriveBytes) and n not in pulled)
+        self.on_drive = frozenset(
+            n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
+        )
         if pulled:
             device.lane("pull")  # now, because a step makes no stream
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
@@ -131,16 +146,13 @@ class OnDevice:
 
     def copy(self, step: Step, copies: Sequence[Copy], moves: Moves) -> None:
         """Enqueue copies of a step in a lane."""
-        if self.flag is None and step.cost.windows is None:
+        if step.cost.windows is None:
             self.device.copy_all(copies, moves)
             return
         lane = self.device.lane(moves)
         for target, source, name in copies:
-            if self.flag is not None:
-                lane.run(self.flag.hold)
             work = partial(self.device.copy_bytes, target, source, moves)
-            watch = None if step.cost.windows is None else self.traffic.copy(source.numel(), moves)
-            lane.run(work, watch, name)
+            lane.run(work, self.traffic.copy(source.numel(), moves), name)
 
     def arrived(self, event: int, moves: Moves) -> None:
         """Record an arrival after a copy in a lane."""
@@ -178,7 +190,7 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
 
     After the last region all of them go with the step.
     """
-    program, flag = on.program, on.flag
+    program = on.program
     windows = len(program.problem.regions)
     number = {node.name: i for node, i in on.number.items()}
     window = 0  # the region that runs next
@@ -189,24 +201,10 @@ def _in_order(on: OnDevice) -> Iterator[Issue | Compute | Fetch]:
         window += node.op == "call_module"
         if isinstance(issue, Fetch):
             issue = replace(issue, opens=isinstance(ops[0], Record))
-        issues = (issue,) if flag is None else _flagged(on, flag, issue, node)
-        yield from (each for each in issues if each is not None)
+        if issue is not None:
+            yield issue
         if window < windows and (values := program.releases.get(node.name)):
             yield Compute(partial(_drop, tuple(number[value] for value in values)))
-
-
-def _flagged(
-    on: OnDevice, flag: HostFlag, issue: Issue | Compute | Fetch | None, node: Node
-) -> Iterator[Issue | Compute | Fetch | None]:
-    """What issues a node, between what sets and clears the flag."""
-    if collective_kind(node) is not None:
-        yield lambda step: flag.set()
-    if node.target is WAIT and issue is not None:
-        # no deadlock: compute beside a collective would wait for a copy that is held
-        yield lambda step: flag.drop()
-    yield issue
-    if _ends(on, node):
-        yield lambda step: flag.clear()
 
 
 def _compute(on: OnDevice, taken: Sequence[Compute]) -> Issue:
@@ -280,14 +278,10 @@ def prefetch(on: OnDevice, op: Prefetch) -> Fetch:
     chunks = op.copy
     slot, host = on.binding.slots[chunks.weight], on.binding.hosts[chunks.weight]
     size = on.program.plan.chunk_bytes
-    first, end = chunks.first * size, chunks.end * size
-    # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
-    length = size if on.flag is not None else end - first
-    parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
-    ahead = chunks.weight in on.on_drive
+    span = slice(chunks.first * size, chunks.end * size)  # adjacent chunks of one window are one copy
+    source = reading(on, chunks) if chunks.weight in on.on_drive else host[span]
     name = f"prefetch {chunks.weight}[{chunks.first}:{chunks.end}] window {chunks.window}"
-    copies = [(slot[part], reading(on, chunks) if ahead else host[part], name) for part in parts]
-    return Fetch(copies, chunks.stream, op.after, op.then)
+    return Fetch([(slot[span], source, name)], chunks.stream, op.after, op.then)
 
 
 def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
@@ -316,8 +310,7 @@ def fetched(on: OnDevice, fetches: Sequence[Fetch]) -> Issue:
             on.copy(step, part.copies, part.moves)
             if part.then is not None:
                 on.arrived(part.then, part.moves)
-        step.cost.moved += nbytes
-        step.cost.pulled += pulled
+        step.cost.add_copies(nbytes, pulled)
 
     return issue
 
@@ -404,7 +397,8 @@ def _collective(on: OnDevice, node: Node, window: int) -> Issue:
             stream.wait(started)
         windows = step.cost.windows
         stream.run(work, None if windows is None else traffic.collective(windows, window), name)
-        step.cost.collectives += begins
+        if begins:
+            step.cost.add_collective()
         if ends and stream is not compute:
             stream.record(ended)
             compute.wait(ended)

@@ -43,6 +43,18 @@ class _Lane:
     arrived: float = 0.0
     over: float = 0.0
 
+    def begin(self, nbytes: float, place: float, now: float) -> None:
+        self.left, self.arrived, self.over = max(0.0, nbytes), place, now
+
+    def carry(self, nbytes: float) -> None:
+        self.left -= nbytes
+
+    def carry_again(self, nbytes: float) -> None:
+        self.left += nbytes
+
+    def end(self, at: float) -> None:
+        self.left, self.over = 0.0, at
+
 
 @dataclass
 class Wire:
@@ -74,11 +86,11 @@ class Wire:
             self.idle_from = begin + unused
         share = max(0.0, min(late / (len(others) + 1), needs) - unused) if others else 0.0
         for other in others:
-            other.left += share * rate / len(others)
+            other.carry_again(share * rate / len(others))
         self.arrivals += 1
-        added.left, added.arrived, added.over = max(0.0, nbytes - (unused + share) * rate), self.arrivals, self.now
+        added.begin(nbytes - (unused + share) * rate, self.arrivals, self.now)
         if added.left <= _NOTHING:
-            added.left, added.over = 0.0, self.now if share else begin + unused
+            added.end(self.now if share else begin + unused)
 
     def advance(self, until: float, lane: int | None = None) -> None:
         """Carry bytes until the time ``until``, or only until the transfer of ``lane`` is over."""
@@ -96,11 +108,13 @@ class Wire:
             if not single:
                 amount = min(amount, self.quantum)
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
-            served.left, self.quantum = served.left - amount, self.quantum - amount
+            served.carry(amount)
+            self.quantum -= amount
             if single:  # many quanta at once; a new transfer waits for the rest of the current one
                 self.quantum %= self.emulation.quantum
             if served.left <= _NOTHING:
-                served.left, served.over, self.quantum = 0.0, self.now, 0.0
+                served.end(self.now)
+                self.quantum = 0.0
             elif amount <= 0:  # the time left is too short for a byte
                 self.now = until
 

@@ -208,11 +208,12 @@ class Passes:
         ``steps``, ``counts``: of the call, which its executor must not keep.
         """
         steps.append(step)
-        counts.measured += 1
-        counts.measured_s += step.step_s
-        counts.predicted_s += self._predicted[call]
-        counts.stalled_s += step.exposed_h2d_s
-        counts.collective_s += step.collective_s
+        counts.add_measured(
+            seconds=step.step_s,
+            predicted_s=self._predicted[call],
+            stalled_s=step.exposed_h2d_s,
+            collective_s=step.collective_s,
+        )
         if call != len(self._newest):
             self._newest = []
         if call == len(self._newest):

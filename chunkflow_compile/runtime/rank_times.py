@@ -18,9 +18,9 @@ from chunkflow_compile.weights.groups import Group, numbers
 
 
 class RankTimes:
-    """Times of some sequences of calls, by name, on this rank and on those that it meets; None for one that has none yet.
+    """Times of some cycles, by name, on this rank and on those that it meets; None for one that has none yet.
 
-    All ranks create one for the same sequences in the same order.  ``timings``: so far.  ``missing``: the groups of which
+    All ranks create one for the same cycles in the same order.  ``timings``: so far.  ``missing``: the groups of which
     they are not known.
     """
 

@@ -22,6 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import Ring, ring_bytes
 from chunkflow_compile.weights.host_memory import empty_pages
 from chunkflow_compile.weights.limits import host_memory, local_ranks
+from chunkflow_compile.weights.locks import when_collected
 from chunkflow_compile.weights.source import DriveBytes
 
 from .host_clock import MONOTONIC, HostClock
@@ -86,7 +87,7 @@ class ReadAhead:
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None  # between two threads
         self._thread: _Thread | None = None
-        self._dropped: weakref.finalize[[], ReadAhead] | None = None
+        self._dropped: weakref.finalize[..., Any] | None = None
         self._expected: float | None = None
         self._settled = (0.0, 0)  # seconds and bytes that :meth:`settle` has returned
         self._warned = False
@@ -101,8 +102,7 @@ class ReadAhead:
         self._drive.past_cache = short and local_ranks() < 2
         self._thread = _Thread(order, self._pin, self._drive, self._ring)
         self._ring = None
-        self._dropped = weakref.finalize(self, self._thread.stop)  # for a model that is dropped without restore
-        self._dropped.atexit = False
+        self._dropped = when_collected(self, self._thread.stop)  # for a model that is dropped without restore
 
     def acquire(self, source: DriveBytes) -> tuple[torch.Tensor, float]:
         """See :meth:`Reading.acquire`.  What is out of order is read now."""
@@ -183,7 +183,7 @@ class _RingMemory:
     def __init__(self, nbytes: int, pin: Pin) -> None:
         self.bytes = empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
         with contextlib.suppress(OSError):  # copies from memory that is not pinned are slower, and as right
-            weakref.finalize(self, _unpinned, pin(self.bytes)).atexit = False
+            when_collected(self, _unpinned, pin(self.bytes))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

@@ -251,7 +251,7 @@ class ThreadStream:
     """A stream whose work a thread of its engine runs.
 
     ``items``: its queue.  ``since``: when the running work could have begun, by the clock; its thread may have woken up
-    later.  ``ended``: when the running work ended, by the clock; work sets it if that is not when it returns.
+    later.  ``ended``: when the running work ended, by the clock, if that is not when it returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -272,6 +272,10 @@ class ThreadStream:
             self.since = self.ended or self._now()
 
         self._put(_Item(run))
+
+    def end_work(self, at: float) -> None:
+        """The running work has ended at ``at``, although it has not returned yet."""
+        self.ended = at
 
     def record(self, event: HostEvent) -> None:
         self._put(_Item(end=partial(event.reach, event.mark())))
@@ -336,38 +340,3 @@ def _explained(name: str, error: BaseException) -> BaseException:
     failure = ChunkflowError(f"{_WORK.get(name, name)} failed: {error}")
     failure.__cause__ = bare
     return failure
-
-
-class HostFlag:
-    """The pause flag of policy ``host-yield``: the mechanism that the paper publishes, for comparison.
-
-    The host sets the flag before it issues a collective and clears it after it has issued the completion.  The copy stream
-    checks it before each chunk.  If the host runs ahead of the device, the flag is cleared long before the collective
-    starts, and nothing yields.
-    """
-
-    def __init__(self) -> None:
-        self._clear = threading.Event()
-        self._inside = 0  # collectives in flight, counted by the thread that issues
-        self.drop()
-
-    def set(self) -> None:
-        """Add a collective in flight: no chunk starts from here on."""
-        self._inside += 1
-        self._clear.clear()
-
-    def clear(self) -> None:
-        """Remove a collective in flight: chunks start again if no other is left."""
-        self._inside -= 1
-        if self._inside <= 0:
-            self.drop()
-
-    def drop(self) -> None:
-        """Remove all collectives in flight: chunks start again."""
-        self._inside = 0
-        self._clear.set()
-
-    def hold(self) -> None:
-        """Wait while the flag is set; called on the copy stream before a chunk."""
-        while not self._clear.is_set():  # it may be set again before this thread wakes up
-            self._clear.wait()

@@ -275,10 +275,23 @@ class Admitter:
             command, input=pickle.dumps((replace(self, forecasts={}), shape)), capture_output=True, env=environment
         )
         if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise ChunkflowError(f"The transformer of {self.pipeline} could not be traced at {shape}: {last}")
+            cause = self._why_not_split(shape) or done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            at = f"a latent of {shape.frames}x{shape.height}x{shape.width} and {shape.text} text tokens"
+            raise ChunkflowError(f"The transformer of {self.pipeline} could not be traced for {at}: {cause}")
         forecast: _Forecast = pickle.loads(done.stdout)
         return forecast
+
+    def _why_not_split(self, shape: Shape) -> str:
+        """Why the ranks cannot share the tokens of a latent; empty if they can.  diffusers asserts it too, but Dynamo
+        does not repeat the text of an assertion."""
+        patch = self.unit // self.spatial
+        tokens = shape.frames * (shape.height // patch) * (shape.width // patch)
+        if tokens % self.ulysses == 0:
+            return ""
+        return (
+            f"its {tokens} tokens must be divisible by the Ulysses degree, which is {self.ulysses}. Choose another height, "
+            "width or number of frames."
+        )
 
     def trace(self, shape: Shape) -> _Forecast:
         """The transformer at three numbers of tokens."""

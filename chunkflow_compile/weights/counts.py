@@ -30,3 +30,38 @@ class Counts:
     predicted_s: float = 0.0
     stalled_s: float = 0.0
     collective_s: float = 0.0
+
+    def add_program(self) -> None:
+        """A program was bound."""
+        self.programs += 1
+
+    def add_call(self, moved_bytes: int, primed_bytes: int) -> None:
+        """A call has run.  ``primed_bytes``: copied before it, in addition to ``moved_bytes``."""
+        self.calls += 1
+        self.moved_bytes += moved_bytes + primed_bytes
+        self.cold_starts += primed_bytes > 0
+
+    def add_jump(self) -> None:
+        """A call entered a cycle at another place than the expected one."""
+        self.off_cycle += 1
+
+    def add_measured(self, *, seconds: float, predicted_s: float, stalled_s: float, collective_s: float) -> None:
+        """A call was measured."""
+        self.measured += 1
+        self.measured_s += seconds
+        self.predicted_s += predicted_s
+        self.stalled_s += stalled_s
+        self.collective_s += collective_s
+
+    def add_fetched(self, nbytes: int) -> None:
+        """An op outside programs has fetched a weight."""
+        self.fetched_bytes += nbytes
+
+    def add_capture(self, seconds: float) -> None:
+        """A call was recorded as a CUDA graph."""
+        self.captures += 1
+        self.capture_s += seconds
+
+    def add_launch(self) -> None:
+        """A CUDA graph was launched."""
+        self.launches += 1

@@ -22,7 +22,8 @@ from .limits import local_ranks
 
 _log = logging.getLogger(__name__)
 
-# Between two looks for what a rank posts, which may take it minutes.
+# Between two looks for what a rank posts, which may take it minutes.  While TCPStore.wait waits, no other thread can use the
+# store, and Ctrl-C has no effect.
 _PAUSE_S = 0.02
 # A rank that is waited for is named in the log after so long, and it is asked why it does not come.
 LOGGED_S = 5.0
@@ -157,7 +158,7 @@ def group_of(group: Any = None) -> Group | None:
 
 
 def group_to_share_in(share: Any, device: torch.device) -> Group | None:
-    """The group whose ranks share weights that are placed for ``device``; None for none.
+    """The group whose ranks share weights that are placed for ``device``, or None.
 
     ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.  If there is none
     by default, that is said where a machine has several ranks.

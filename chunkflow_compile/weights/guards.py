@@ -30,7 +30,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
 from .exchange import become
-from .host_buffer import HostBuffer, buffer_of
+from .host_buffer import buffer_of
 from .host_store import HostStore
 from .host_weight import HostWeight, like, with_index
 from .leaves import leaves, quant_state_tensors, with_leaves
@@ -185,8 +185,7 @@ class _Conversions(TorchDispatchMode):
         while self._copies:
             copied = self._copies.pop()
             if copied is not applied:
-                copied.host = copied.buffer.copy(copied.host)
-                copied.buffer = HostBuffer(copied.host, name=copied.buffer.name)
+                copied.separate()
 
     def _copied(self, weight: HostWeight, target: torch.device, **kwargs: Any) -> HostWeight:
         _refuse_move(weight, target, self._device)

@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ class HostBuffer:
     of their own then.
     """
 
-    def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
+    def __init__(
+        self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight", packable: bool = False
+    ) -> None:
         self.host = host
         self.written = 0
         self.names: tuple[str, ...] = (name,)
@@ -87,7 +90,8 @@ class HostBuffer:
         self.pieces: Pieces | None = None
         self.keeps_pieces = False
         self._backing = Backing(host) if backing is None else backing  # only _back changes it
-        self.is_packed = self.packable = self._backing.packed is not None
+        self.is_packed = self._backing.packed is not None
+        self.packable = packable or self.is_packed
         self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
         self._writing = ProcessLock()  # held for a write, longer than the other one
         self._copied_from = weakref.WeakValueDictionary[int, Any]()  # the raw memory, as programs refer to it
@@ -99,9 +103,21 @@ class HostBuffer:
         self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
         self._pins = Pins()
 
-    def join(self, store: Store, names: tuple[str, ...], origin: torch.device, host: torch.Tensor, weight: Any) -> None:
-        """Be in a store from now on, as the memory of the HostWeight ``weight``, whose values are in ``host``."""
+    def join(
+        self,
+        store: Store,
+        names: tuple[str, ...],
+        origin: torch.device,
+        host: torch.Tensor,
+        weight: Any,
+        grad: torch.Tensor | None = None,
+    ) -> None:
+        """Be in a store from now on, as the memory of the HostWeight ``weight``, whose values are in ``host``.
+
+        ``grad``: the gradient of the weight that it replaces, or None.
+        """
         self.host, self.names, self.origin = host, names, origin
+        self.grad = self.grad if grad is None else grad
         weight.life = life = Life()
         self._store, self._life = store, weakref.ref(life)
         self._writes = alias(weight)
@@ -299,11 +315,34 @@ class HostBuffer:
             self._store.exported[Export(weakref.ref(exported), weakref.ref(self))] = None
         return exported
 
+    def fill_with(self, fill: Callable[[], None]) -> None:
+        """Before each call of a program that reads it, ``fill`` writes its values."""
+        self.fill = fill
+
+    def count_write(self) -> None:
+        """Its values were written through a weight."""
+        self.written += 1
+
+    def shard_into(self, pieces: Pieces) -> None:
+        """From now on, programs read these pieces on the devices of the ranks, until the weight is written."""
+        self.pieces = pieces
+
+    def regain_pieces(self, same: Callable[[HostBuffer, Pieces], bool] | None) -> None:
+        """Only its model can write it again.  Its pieces may have its values although writes were counted.
+
+        ``same``: returns whether pieces have the values of a weight on all ranks; None if there are no other ranks.
+        """
+        self.keeps_pieces, pieces = False, self.pieces
+        if same is not None and pieces is not None and pieces.version != self.version and same(self, pieces):
+            self.pieces = replace(pieces, version=self.version)
+
     def settle(self) -> bool:
         """Take what was written to tensors of a state_dict since this was called last: it counts as a write from now on.
 
+        Pieces are kept until :meth:`regain_pieces`, because they may have these values.
         Returns whether programs may have copied older values.  Raises as :meth:`write`.
         """
+        self.keeps_pieces = True
         changed = self._backing.settle()
         if changed and self.is_packed:
             with self.write():

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -145,14 +145,20 @@ class HostStore:
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
         weight = like(tensor, HostWeight(buffer.host, self.device, buffer))
-        self._adopt(names, weight, buffer.host, origin)
-        buffer.grad = grad
+        self._adopt(names, weight, buffer.host, origin, grad)
         become(tensor, weight)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
 
-    def _adopt(self, names: tuple[str, ...], weight: HostWeight, host: torch.Tensor, origin: torch.device) -> None:
+    def _adopt(
+        self,
+        names: tuple[str, ...],
+        weight: HostWeight,
+        host: torch.Tensor,
+        origin: torch.device,
+        grad: torch.Tensor | None = None,
+    ) -> None:
         """Take the buffer of a weight into the store."""
         buffer = weight.buffer
-        buffer.join(self, names, origin, host, weight)
+        buffer.join(self, names, origin, host, weight, grad)
         self._total += 0 if buffer in self._buffers else host.nbytes
         self._buffers[buffer] = None
 
@@ -218,7 +224,6 @@ class HostStore:
             # asked first: nobody else writes it afterwards
             users = {id(user): export for export in lent if (user := export.user()) is not None}
             kept = {*users.values()} or {*lent[: buffer.is_lent]}
-            buffer.keeps_pieces = True  # what is settled may be what they have
             changed = buffer.settle()
             for export in lent:
                 if export not in kept:
@@ -226,7 +231,7 @@ class HostStore:
             if kept:
                 slow |= changed and not buffer.is_packed
             else:
-                self._have_pieces_again(buffer)
+                buffer.regain_pieces(None if self.peers is None else self.peers.same)
         if slow and not self._warned_of_exported:
             self._warned_of_exported = True
             warnings.warn(
@@ -236,11 +241,9 @@ class HostStore:
                 stacklevel=2,
             )
 
-    def _have_pieces_again(self, buffer: HostBuffer) -> None:
-        """Nobody but the model can write a weight any more, whose pieces may have its values although writes were counted."""
-        buffer.keeps_pieces, pieces = False, buffer.pieces
-        if pieces is not None and pieces.version != buffer.version and self.peers and self.peers.same(buffer, pieces):
-            buffer.pieces = replace(pieces, version=buffer.version)
+    def expect_eager_reads(self) -> None:
+        """Parts of the model are meant to run eagerly: do not warn of ops that fetch weights."""
+        self.warned = True
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
@@ -259,7 +262,7 @@ class HostStore:
 
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
-        self.counts.fetched_bytes += nbytes
+        self.counts.add_fetched(nbytes)
         so_far = self.counts.fetched_bytes - self._meant
         if self.warned:
             return

@@ -151,7 +151,7 @@ class HostWeight(torch.Tensor):
             if written and func is _aten.copy_.default:
                 source = args[1].values_on_host if isinstance(args[1], HostWeight) else args[1]
                 written[0].host.copy_(source)
-                written[0].buffer.written += 1
+                written[0].buffer.count_write()
                 return written[0]
             return _fetched(func, args, kwargs, written)
 
@@ -239,6 +239,11 @@ class HostWeight(torch.Tensor):
         plain.__dict__.update(self._state())
         return plain
 
+    def separate(self) -> None:
+        """Move to memory of its own, which no other weight has."""
+        self.host = self.buffer.copy(self.host)
+        self.buffer = HostBuffer(self.host, name=self.buffer.name)
+
     def _state(self) -> dict[str, Any]:
         """The attributes that belong to the class that it stands for; a copy of an ordinary parameter has none."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
@@ -286,7 +291,7 @@ class HostWeight(torch.Tensor):
                 self.buffer.unpin()
             plain = ordinary(host, None if buffer is None else buffer.values)
             host, buffer = plain, buffer if plain is host else None
-            self.buffer.written += 1
+            self.buffer.count_write()
             weight = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, weight)  # type: ignore[attr-defined]
             if weight.buffer is not self.buffer:
@@ -414,7 +419,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     for weight in written:
         if not in_one_memory(values[id(weight)], weight.host):
             weight.host.copy_(values[id(weight)])
-        weight.buffer.written += 1
+        weight.buffer.count_write()
     given = {id(values[id(weight)]): weight for weight in written}
     return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
 

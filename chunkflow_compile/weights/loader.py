@@ -167,9 +167,7 @@ class WeightLoader:
         else:
             close_pages(filled)
             kept = Packed(filled, self._scratch.keep(packed) if weight.drive else Backing(packed))
-        buffer = HostBuffer(kept.host, kept)
-        buffer.packable |= weight.name in self._packable
-        return buffer
+        return HostBuffer(kept.host, kept, packable=weight.name in self._packable)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,6 +25,13 @@ class ProcessLock:
         if os.getpid() != self._process:
             self._process, self._lock = os.getpid(), threading.RLock()
         return self._lock
+
+
+def when_collected(owner: object, work: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
+    """Call ``work`` when the garbage collector takes ``owner``, but not when the process exits, which frees everything."""
+    undone = weakref.finalize(owner, work, *args)
+    undone.atexit = False
+    return undone
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -10,10 +10,11 @@ import mmap
 import os
 import platform
 import re
-import weakref
 from typing import Any
 
 import torch
+
+from .locks import when_collected
 
 PAGE = mmap.PAGESIZE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
@@ -31,7 +32,7 @@ class Descriptor:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        weakref.finalize(self, os.close, number).atexit = False
+        when_collected(self, os.close, number)
 
 
 def memory_file(name: str, nbytes: int) -> Descriptor:
@@ -92,7 +93,7 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
     if address == _FAILED:
         return None
     pages = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(pages, system.munmap, address, size).atexit = False
+    when_collected(pages, system.munmap, address, size)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

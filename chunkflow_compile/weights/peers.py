@@ -17,7 +17,6 @@ import logging
 import mmap
 import os
 import re
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from chunkflow_compile.units import size
 from .bytes import flat_bytes
 from .groups import Group, numbers
 from .host_buffer import HostBuffer
-from .locks import aside
+from .locks import aside, when_collected
 from .mapping import Descriptor, map_file, memory_file
 from .node import Node, rendezvous
 from .pieces import Pieces
@@ -63,7 +62,7 @@ class Peers:
         self.ranks = len(node.ranks)
         self.pending = {*names}
         self._warned_of_plans = False
-        weakref.finalize(self, _leave, node, self.pending).atexit = False
+        when_collected(self, _leave, node, self.pending)
         if device.type == "cuda":
             self._check_access()
         node.task = "sharded across the ranks"
@@ -203,7 +202,8 @@ class Peers:
         differ = [b.name for b, pieces in zip(buffers, sharded, strict=True) if not self.same(b, pieces)]
         everywhere = {name for names in self._node.gather(differ) for name in names}
         for buffer, pieces in zip(buffers, sharded, strict=True):
-            buffer.pieces = None if buffer.name in everywhere else pieces
+            if buffer.name not in everywhere:
+                buffer.shard_into(pieces)
         return everywhere
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:

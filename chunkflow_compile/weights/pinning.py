@@ -7,11 +7,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+
+from .locks import when_collected
 
 # Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
 _RETRY_S = 0.2
@@ -34,7 +36,7 @@ class Pins:
     """The devices that copy from the host memory of a weight, and whether it is pinned for them."""
 
     def __init__(self) -> None:
-        self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], object] | None = None
+        self._unpin: weakref.finalize[..., Any] | None = None
         self._copied_by: list[HostReader] = []
 
     @property
@@ -51,8 +53,7 @@ class Pins:
         ``again``: whether to try twice, because the kernel may refuse pages that another rank pins at the moment.
         """
         # a model that is dropped without restore must not leave its pages pinned after they are unmapped
-        self._unpin = weakref.finalize(owner, _unpin, self._copied_by, _pinned(host, device, again))
-        self._unpin.atexit = False
+        self._unpin = when_collected(owner, _unpin, self._copied_by, _pinned(host, device, again))
 
     def unpin(self) -> None:
         if self._unpin is not None:

@@ -103,7 +103,7 @@ def _take(weight: Any, copy: torch.Tensor) -> None:
     if not same_bits(weight.values_on_host, values):
         with weight.buffer.write(), torch.no_grad():
             weight.host.copy_(values)
-            weight.buffer.written += 1
+            weight.buffer.count_write()
 
 
 def _copy(weight: Any) -> torch.Tensor:

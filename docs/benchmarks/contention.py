@@ -118,9 +118,9 @@ Measured with torch {versions}. The runs took {took}.
 * *Load* is the share of the [baseline](../glossary.md#baseline) step (the arm `resident`) during which the emulated
   link would be busy if every weight were copied once per step.
 * `layerwise` copies the whole next block while a block computes. `layerwise-barrier` also waits for it before the
-  first all-to-all of each block. `host-yield` pauses copies during collectives by a flag on the host, as the paper
-  describes. The [budget](../glossary.md#budget) of `chunkflow` is the memory that `layerwise` uses; in compute-rich,
-  it is a quarter of all weights.
+  first all-to-all of each block. `host-yield` paused copies during collectives by a flag on the host, as the paper
+  describes; it was measured in an earlier version, which could run it. The [budget](../glossary.md#budget) of
+  `chunkflow` is the memory that `layerwise` uses; in compute-rich, it is a quarter of all weights.
 * Step times are medians. A round runs one step of every arm, in random order. Ratios are medians over the rounds.
 * The outputs of all arms and steps are {"equal" if equal else "NOT EQUAL"}, bit for bit.
 

@@ -28,7 +28,7 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.runtime.graph import CompiledGraph
-from chunkflow_compile.runtime.order import Order
+from chunkflow_compile.runtime.single_call import SingleCall
 
 OPTIONS = {"policy": "resident", "min_bytes": 4096, "lowering": "eager"}
 PARTS = ("guards, wrappers, and eager code", "runner", "session and cycle", "executor", "regions")
@@ -72,7 +72,7 @@ def watched(clock: Clock) -> Iterator[None]:
     owning = instructions.owning
     with (
         mock.patch.object(CompiledGraph, "__call__", clock.around(1, CompiledGraph.__call__)),
-        mock.patch.object(Order, "run", clock.around(2, Order.run)),
+        mock.patch.object(SingleCall, "run", clock.around(2, SingleCall.run)),
         mock.patch.object(Executor, "run", clock.around(3, Executor.run)),
         mock.patch.object(instructions, "owning", lambda region, *others: owning(clock.around(4, region), *others)),
     ):

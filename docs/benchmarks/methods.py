@@ -17,16 +17,20 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from chunkflow_compile.catalog.eager_cost import eager_cost
-from chunkflow_compile.catalog.presets import Preset, Workload, preset
+from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
+from chunkflow_compile.catalog.presets import OutputSizes, Preset, Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
+from chunkflow_compile.cli.pipeline import kept_cost
+from chunkflow_compile.cli.target import preset_call
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, place
@@ -166,7 +170,8 @@ def plan(workload: Workload, ranks: int) -> list[Row]:
     """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
     known = preset(workload.model)
     cut = make_cut(replace(known.trace(ranks, workload.sizes), fused=True), GROUP_BYTES)
-    activations = _activations(known, workload) // ranks  # those of a rank are of its part of the tokens
+    # those of a rank are of its part of the tokens
+    activations = transformer_cost(known, workload.sizes).activations // ranks
     return [
         _on(workload, cut, activations, gpus)
         for each, gpus in cases()
@@ -174,10 +179,11 @@ def plan(workload: Workload, ranks: int) -> list[Row]:
     ]
 
 
-def _activations(known: Preset, workload: Workload) -> int:
-    import torch
-
-    return eager_cost(partial(known.build, workload.sizes, torch.device("cpu")), torch.bfloat16).activations
+def transformer_cost(known: Preset, sizes: OutputSizes) -> EagerCost:
+    """The memory of a transformer in eager mode, in bfloat16; kept in the user's cache folder."""
+    key, _ = preset_call(known, 1, sizes, DEFAULT_MIN_BYTES, None, 1)
+    build = partial(known.build, sizes, torch.device("cpu"))
+    return kept_cost(key, partial(eager_cost, build, torch.bfloat16))
 
 
 def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import BENCHMARKS, CHUNK_BYTES, CHUNKFLOW, GROUP, GROUP_BYTES, MODELS, PLAIN, Way
+from methods import BENCHMARKS, CHUNK_BYTES, CHUNKFLOW, GROUP, GROUP_BYTES, MODELS, PLAIN, Way, transformer_cost
 from torch import nn
 from tqdm import tqdm
 
@@ -170,10 +170,7 @@ class Planned:
     def cost(self) -> EagerCost:
         """The transformer."""
         known = preset(self.model)
-        key, _ = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
-        return kept_cost(
-            key, partial(eager_cost, partial(known.build, known.sizes, torch.device("cpu")), torch.bfloat16)
-        )
+        return transformer_cost(known, known.sizes)
 
     @cached_property
     def traced(self) -> Traced:

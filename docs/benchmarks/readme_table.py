@@ -36,6 +36,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import GROUP_OFFLOAD
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
 
 README = DOCS.parent / "README.md"
@@ -168,14 +169,14 @@ def several(path: Path = SEVERAL) -> str:
             ours = [way for way in ways if way.startswith(OURS) and ways[way]["GB"] < memory - 2]
             best = min(ours, key=lambda way: (ways[way]["ms"], ways[way]["GB"]))
             cells = []
-            for way in (ways[best], ways["layerwise"], ways["resident"]):
+            for way in (ways[best], ways[GROUP_OFFLOAD], ways["resident"]):
                 step_s, needs = work.forwards * way["ms"] / 1e3, way["GB"] > memory
                 cells.append(f"needs {way['GB']} GB" if needs else f"{seconds(step_s)}, {way['GB']} GB")
             lines.append((name, MODELS[work.model], work.sizes, work.forwards, *cells, "planned"))
     head = ("GPUs", "model", "output", "forwards per step", f"{CHUNKFLOW}: step, weights per GPU")
     return tabulate(
         lines,
-        headers=(*head, "layerwise offload", "all weights on each GPU", ""),
+        headers=(*head, GROUP, f"{MODEL}: all weights", ""),
         tablefmt="github",
         disable_numparse=True,
     )

@@ -20,23 +20,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from methods import transformer_cost
 from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
+from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, SHARDED
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, GROUP_OFFLOAD, SHARDED
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Region, RegionCost, Weight
 from chunkflow_compile.report.pictures import new_axes, save_figure
+from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded
 
 # A profile, the number of GPUs in the host, and the memory of one GPU in GB, by its data sheet.
@@ -52,19 +55,23 @@ MACHINES = (
 MODELS: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("FLUX.1-dev", "flux.1-dev", {}),
     ("Qwen-Image", "qwen-image", {}),
+    ("Wan2.2 5B", "wan2.2-ti2v-5b", {}),
     ("Wan2.2 A14B, 480p", "wan2.2-t2v-a14b", {"height": 480, "width": 832}),
     ("Wan2.2 A14B, 720p", "wan2.2-t2v-a14b", {}),
     ("HunyuanVideo", "hunyuanvideo", {}),
 )
 # Regions are cut at collectives only, and chunks are large: a tenth of the planning of the usual sizes.
 GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
-HOST_LEAST, HOST, PEERS_LEAST, PEERS, MIX = (
+HOST_LEAST, HOST, HOST_MOST, PEERS_LEAST, PEERS, MIX = (
     "host, least memory",
     "host, in the bytes of distributed-layerwise",
+    "host, in the memory of the GPU",
     "peers, least memory",
     "peers, in the bytes of fsdp",
     "the mix, within 2 %",
 )
+# Of a GPU's memory, for the CUDA context, the workspaces of libraries and fragmentation.
+RESERVED_BYTES = 2 << 30
 # A method that needs less than this share of the bytes of all weights saves memory.
 GAIN = 0.9
 # The methods on the page and in the picture: heading and color.
@@ -76,7 +83,7 @@ SHOWN = {
     SHARDED[0]: ("DLO", "#e0a458"),
     SHARDED[1]: ("HSDP", "#6a4c93"),
 }
-MARKERS = ("o", "s", "v", "^", "D")
+MARKERS = ("o", "s", "P", "v", "^", "D")
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,8 @@ def workloads() -> dict[str, Workload]:
     return {title: preset(name).workload(replace(preset(name).sizes, **sizes)) for title, name, sizes in MODELS}
 
 
-def ways(cut: Cut, hardware: Hardware, ranks: int) -> dict[str, Reached | str]:
-    """Memory and time of one forward of a model on ``ranks`` ranks, by method."""
+def ways(cut: Cut, hardware: Hardware, ranks: int, room: int) -> dict[str, Reached | str]:
+    """Memory and time of one forward of a model on ``ranks`` ranks, by method.  ``room``: bytes of a GPU for weights."""
     problem = cut.problem
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
 
@@ -118,6 +125,9 @@ def ways(cut: Cut, hardware: Hardware, ranks: int) -> dict[str, Reached | str]:
     least = least_memory(problem, hardware, CHUNK_BYTES)
     found[HOST_LEAST] = of(planned(problem, memory=least))
     found[HOST] = of(planned(problem, memory=max(least, taken[split])))
+    found[HOST_MOST] = of(planned(problem, memory=room)) if least <= room else f"needs {least} bytes, of {room}"
+    group = play_group_offload(problem, hardware)
+    found[GROUP_OFFLOAD] = Reached(group.device_bytes, group.timeline.step_s)
     if hardware.why_no_peers(ranks):
         found |= {PEERS_LEAST: "no peers", PEERS: "no peers"}
         found[MIX] = of(planned(problem, slowdown=DEFAULT_SLOWDOWN))
@@ -137,13 +147,16 @@ def measure(cache: Path | None) -> Found:
     done = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     todo = [(case, ranks) for case in workloads().items() for ranks in sorted({ranks for _, ranks, _ in MACHINES})]
     for (title, workload), ranks in tqdm(todo, desc="models and ranks"):
-        machines = [profile for profile, count, _ in MACHINES if count == ranks]
-        if all(title in done.get(label(profile, ranks), {}) for profile in machines):
+        machines = [(profile, card) for profile, count, card in MACHINES if count == ranks]
+        if all(title in done.get(label(profile, ranks), {}) for profile, _ in machines):
             continue
-        traced = preset(workload.model).trace(ranks, workload.sizes)
-        cut = make_cut(replace(traced, fused=True), GROUP_BYTES)
-        for profile in machines:
-            reached = ways(cut, load_profile(profile), ranks)
+        known = preset(workload.model)
+        key, trace = preset_call(known, ranks, workload.sizes, DEFAULT_MIN_BYTES, None, 1)
+        cut = make_cut(replace(trace_entry(key).get(trace), fused=True), GROUP_BYTES)
+        # those of a rank are of its part of the tokens
+        activations = transformer_cost(known, workload.sizes).activations // ranks
+        for profile, card in machines:
+            reached = ways(cut, load_profile(profile), ranks, card * 10**9 - RESERVED_BYTES - activations)
             done.setdefault(label(profile, ranks), {})[title] = {
                 way: asdict(r) if isinstance(r, Reached) else r for way, r in reached.items()
             }
@@ -344,7 +357,7 @@ These figures are predicted by the functions of `chunkflow simulate`; **no figur
 on each GPU in GB, without activations, and the time of one forward in ms. All GPUs of the host run Ulysses sequence
 parallelism. A denoising step runs as many forwards as the second column shows. For Wan2.2 A14B, the figures are for one of
 its two experts, because one expert runs in a step. `make several-gpus` writes this page and
-[all figures](several_gpus.json), which also cover `layerwise` and the smallest possible plans.
+[all figures](several_gpus.json), which also cover `layerwise`, group offload and the smallest possible plans.
 
 * In the [baseline](../glossary.md#baseline), all weights are [resident](../glossary.md#resident) on every GPU.
 * *ChunkFlow, host* streams weights from host memory, with the GPU memory of DLO.

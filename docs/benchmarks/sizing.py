@@ -76,6 +76,8 @@ MODELS = {
     "flux.1-dev": "FLUX.1-dev",
     "wan2.2-ti2v-5b": "Wan2.2 5B",
     "qwen-image": "Qwen-Image",
+    "wan2.2-t2v-a14b": "Wan2.2 A14B",
+    "hunyuanvideo": "HunyuanVideo",
 }
 CASES = tuple((model, gpu) for model in MODELS for gpu in GPUS)
 

@@ -110,7 +110,7 @@ def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside
 def _policy_windows(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
     if policy == "resident":
         return {}, ()
-    if policy not in ("layerwise", "layerwise-barrier", "host-yield"):
+    if policy not in ("layerwise", "layerwise-barrier"):
         raise ChunkflowError(f"Policy {policy} has no windows: add its branch to _policy_windows.")
     windows = as_windows(planner.chunks, layerwise(planner.problem, planner.chunks), planner.count)
     streamed = [w for w in planner.weights if any(k is not None for k in windows[w.name])]

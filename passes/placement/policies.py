@@ -4,9 +4,8 @@
 call: simulate/group_offload.py).
 ``layerwise-barrier``: also, compute waits for the next block before the first collective of the current one, so no copy
 runs beside a collective after it (the baseline of the paper's reference code).
-``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit the budget.  ``host-yield``:
-layerwise, and the runtime starts no chunk while the host holds a flag, which it sets during each collective (the
-paper's published method).  Weights outside blocks are resident.
+``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit the budget.  Weights outside blocks are
+resident.
 """
 
 from __future__ import annotations

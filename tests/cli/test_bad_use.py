@@ -68,6 +68,10 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
             "--arms: fsdp is only predicted, by chunkflow simulate; it does not",
         ),
         (
+            ["bench", "contention", "--arms", "host-yield"],
+            "--arms: host-yield is only predicted, by chunkflow simulate; it does not",
+        ),
+        (
             ["plan", OWN, "--peers"],
             "--peers: there is one rank only, so there are no other devices: it takes a Ulysses deg",
         ),

@@ -29,7 +29,7 @@ from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.hardware import stopwatch
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
-from chunkflow_compile.passes.names import ONLY_PREDICTED, SHARDED
+from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord
 from chunkflow_compile.weights.drive import for_the_drive
@@ -204,7 +204,8 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert main(["simulate", OWN, "--ulysses", "2", "--hardware", "cpu", "--forwards", "2", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     written = json.loads(out.read_text())
-    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow", *ONLY_PREDICTED]
+    others = [policy for policy in ONLY_PREDICTED if policy != HOST_YIELD]
+    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow", *others]
     resident, layerwise, barrier, streamed, grouped, *sharded = written["arms"].values()
     split, gathered = sharded
     assert grouped["step_s"] > layerwise["step_s"]
@@ -222,6 +223,17 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert layerwise["moved_bytes_per_step"] == 2 * 144 << 20 and resident["moved_bytes_per_step"] == 0
     assert all(arm["equal_to_resident"] is None for arm in written["arms"].values())
     assert "to resident" in shown and "2 forwards per step" in shown and "chunkflow: " in shown.splitlines()[0]
+
+
+def test_host_yield_is_predicted_as_layerwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """A host that runs ahead has cleared its flag before the collective starts."""
+    steps = []
+    for policy in (HOST_YIELD, "layerwise"):
+        assert main(["simulate", SPLIT, *SIZES, "--policy", policy, "--json", "-"]) == 0
+        ((name, arm),) = json.loads(capsys.readouterr().out)["arms"].items()
+        assert name == policy and arm["moved_bytes_per_step"] > 0
+        steps.append(arm)
+    assert steps[0] == steps[1]
 
 
 def test_a_sweep_of_degrees_says_which_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

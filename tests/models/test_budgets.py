@@ -169,7 +169,7 @@ def test_the_advice_can_be_followed(quiet: None, caplog: pytest.LogCaptureFixtur
         pipe = small_pipeline("flux")
         caplog.clear()
         try:
-            apply(pipe, memory=memory, **EAGER)
+            apply(pipe, memory=f"{memory}B", **EAGER)  # a number so small would be refused
             Allocator(budget_of(pipe), transformer=100_000, text_encoder=300_000)
             for seed in range(2):
                 got = FLUX.generate(pipe, seed, num_inference_steps=2)

@@ -92,6 +92,24 @@ def test_two_sizes_in_turns_are_one_cycle() -> None:
     assert len(route.cycle.calls) == 5 and route.jumps == 0
 
 
+def test_a_size_that_is_forgotten_leaves_the_cycles_of_other_weights_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models run as cycles of one arena; the newest size of one of them ends the programs of a size of the other."""
+    monkeypatch.setattr("chunkflow_compile.runtime.codes.KEPT_SIZES", 2)
+    arena = Arena()
+    (one, one_twin), (other, other_twin) = taken(3, arena=arena), taken(3, arena=arena)
+    for rows in [4] * 4 + [6] * 2:
+        check(one, one_twin, range(3), rows)
+    for _ in range(5):
+        check(other, other_twin, range(3), 4)
+    counts, ended = programs(other)[0].call.counts, programs(one)[-1]
+    before = counts.cold_starts
+    check(other, other_twin, range(3), 8)
+    assert ended.closed and counts.cold_starts == before
+    check(one, one_twin, range(3), 6)
+    check(other, other_twin, range(3), 8)
+    assert counts.cold_starts == before + 1, "the other cycle has used the arena"
+
+
 class Calls(Stack):
     """Calls another model from inside one of its ops."""
 

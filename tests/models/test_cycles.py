@@ -20,8 +20,8 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
-from chunkflow_compile.runtime.sequence import Sequence as CallSequence
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
@@ -50,7 +50,7 @@ def step_of(model: nn.Module, twin: nn.Module, family: str = "wan") -> Callable[
     return lambda i: check_small(model, twin, family, SIZE, [i])
 
 
-def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> CallSequence:
+def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps until a cycle runs, and checks that it runs warm."""
     for i in range(steps):
         step(i)

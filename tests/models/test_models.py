@@ -65,7 +65,7 @@ def run_and_compare(name: str, lowering: str, degree: int) -> None:
         assert programs(reference)[0].plan.moved_bytes == 0
 
 
-def check_transfers(runner: chunkflow_compile.runtime.order.Solo) -> None:
+def check_transfers(runner: chunkflow_compile.runtime.single_call.SingleCall) -> None:
     """Count the bytes: an offloader that does nothing would pass the test of outputs."""
     plan, steps = runner.plan, runner.measurements
     assert plan.moved_bytes > 0.9 * runner.program.problem.total_bytes
@@ -76,7 +76,7 @@ def check_transfers(runner: chunkflow_compile.runtime.order.Solo) -> None:
     assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
-def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.order.Solo) -> None:
+def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.single_call.SingleCall) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
     buffers = {buffer.name: buffer for _, t in tensors_of(model) if (buffer := buffer_of(t)) is not None}
     plans, broken, newer = {w.name: w for w in runner.plan.streamed}, set[str](), list[tuple[str, int, int]]()

@@ -175,5 +175,5 @@ def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:
         assert torch.equal(FLUX.generate(other, seed), expected("flux", seed))
     assert transformer.goal == budget.usable - transformer.activations + transformer.kept
     remove(found.pipe)
-    assert found.control not in budget.phases and transformer.arena.grows is not None
+    assert found.control not in budget.phases and budget.most_bytes(transformer.arena) is None, "it has the arena alone"
     assert torch.equal(FLUX.generate(other, 2), expected("flux", 2))

@@ -15,8 +15,8 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import Arena, cycles, offload, programs, replan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.sequence import Sequence as CallSequence
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 PAUSE_S = 0.02
@@ -32,7 +32,7 @@ def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
     return model, lambda _: check_steps(model, twin, 1)
 
 
-def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> CallSequence:
+def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps; the cycle is planned after the second.  Returns the cycle of the last, which is warm."""
     for i in range(steps):
         step(i)

@@ -120,8 +120,7 @@ triton: Inductor needs it for GPUs: install a CUDA build of torch, which include
 diffusers: the presets, the demo and diffusers pipelines need it:
   pip install 'diffusers>=0.38' transformers accelerate ftfy sentencepiece protobuf imageio imageio-ffmpeg
 
-compile cache: another one is used, if there is any: set TORCHINDUCTOR_CACHE_DIR to a folder that
-can be written
+compile cache: set TORCHINDUCTOR_CACHE_DIR to a folder that can be written
 
 hardware profile: This user has no home folder: set HOME or XDG_CACHE_HOME.""",
         )

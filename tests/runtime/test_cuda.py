@@ -350,17 +350,16 @@ def test_errors_without_a_gpu(no_grad: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "said"),
+    ("kind", "said"),
     [
-        (DeviceKind(threads=True), "chunkflow", "imitates a GPU with host threads: leave it out on cuda"),
-        (DeviceKind(link=LinkEmulation(bandwidth=1e8)), "chunkflow", "use a profile without link_emulation"),
-        (DeviceKind(), "host-yield", "on cuda no thread copies: use policy chunkflow"),
+        (DeviceKind(threads=True), "imitates a GPU with host threads: leave it out on cuda"),
+        (DeviceKind(link=LinkEmulation(bandwidth=1e8)), "use a profile without link_emulation"),
     ],
 )
-def test_options_that_a_gpu_refuses(kind: DeviceKind, policy: str, said: str) -> None:
+def test_options_that_a_gpu_refuses(kind: DeviceKind, said: str) -> None:
     with pytest.raises(ChunkflowError, match=said):
-        check_kind(torch.device("cuda", 0), kind, policy)
-    check_kind(torch.device("cpu"), kind, policy)
+        check_kind(torch.device("cuda", 0), kind)
+    check_kind(torch.device("cpu"), kind)
 
 
 def test_cards_have_profiles() -> None:

@@ -19,11 +19,11 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.frontend import trace as tracing
 from chunkflow_compile.runtime.instructions import instructions
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent
 
 
-def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, Solo]:
+def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, SingleCall]:
     model, twin = twins(lambda: Stack(layers))
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager", **more})
     run(torch.randn(4, 8))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from pathlib import Path
 
-from conftest import WITHIN, in_a_child
+from conftest import in_a_child
 
 import chunkflow_compile
-from chunkflow_compile.lowering import warm_up
 from chunkflow_compile.weights.locks import ProcessLock
 
 # Where a lock of Python's own may be, and why a child that was forked never waits for it.
@@ -50,12 +48,3 @@ def test_no_other_lock_is_held_over_a_fork() -> None:
     made = re.compile(r"\b(threading\.)?(R?Lock|Condition|Semaphore|Barrier)\b\(|=threading\.R?Lock\b")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if made.search(path.read_text())}
     assert found == {*PLAIN}
-
-
-def test_a_child_does_not_wait_for_the_search_of_its_parent() -> None:
-    """The thread that searches for vector instructions exists in one process."""
-    searched = warm_up._started(-1)  # as of another process: it is not asked again for this one
-    assert in_a_child(
-        lambda: warm_up._started(os.getpid()) is not searched and warm_up._started(os.getpid()).wait(WITHIN)
-    )
-    searched.wait()

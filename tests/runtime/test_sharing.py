@@ -309,11 +309,11 @@ def test_calls_that_share_an_arena_wait_for_each_other(no_grad: None) -> None:
         executor = programs(model)[0].executor
         enqueue = executor.enqueue
 
-        def counted(args: Any, enqueue: Callable[..., Any] = enqueue) -> Any:
+        def counted(*args: Any, enqueue: Callable[..., Any] = enqueue) -> Any:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             try:
-                return enqueue(args)
+                return enqueue(*args)
             finally:
                 inside[0] -= 1
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +110,22 @@ def test_an_answer_follows_from_three_traces(monkeypatch: pytest.MonkeyPatch) ->
     remove(pipe)
     with pytest.raises(ChunkflowError, match="is not a compiled pipeline"):
         admit(pipe, height=32, width=32)
+
+
+@pytest.mark.parametrize(
+    "edge, says",
+    [
+        (16, r"latent of 1x2x2 .*: its 1 tokens must be divisible by the Ulysses degree, which is 2"),
+        (32, "Unsupported: x$"),
+    ],
+)
+def test_sizes_that_ranks_cannot_share_say_so(edge: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another failure is told by its last line."""
+    pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
+    failed = subprocess.CompletedProcess((), 1, b"", b"Traceback\nUnsupported: x\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ChunkflowError, match=says):
+        replace(Admitter.of(pipe), ulysses=2).admit(height=edge, width=edge, num_frames=1)
 
 
 @pytest.mark.parametrize("name, expand", [*((name, False) for name in _KNOWN), ("wan", True)])

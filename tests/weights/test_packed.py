@@ -29,7 +29,7 @@ from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.placed.placement import placement_of
-from chunkflow_compile.runtime.order import Solo
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights import drive
 from chunkflow_compile.weights import packed as packed_weights
 from chunkflow_compile.weights.backing import Where
@@ -258,7 +258,7 @@ def test_programs_end_when_what_they_copy_is_packed() -> None:
     model, twin = pair("auto")
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": LEAST})
 
-    def steps() -> Solo:
+    def steps() -> SingleCall:
         for _ in range(2):
             x = torch.randn(4, 8).to(BF16)
             assert torch.equal(run(x), twin(x))

@@ -1,190 +1,33 @@
-"""Calls, and the sequences that they run in.
-
-A *call* says what a compiled graph reads, and which code runs.  A *sequence* is calls that repeat in one order under one
-plan, bound to the memory of an arena; a program by itself is a sequence of one call.
-"""
+"""Bound cycles: calls that repeat in one order under one plan, bound to the memory of an arena."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.program.cycle import Call as CycleCall
-from chunkflow_compile.passes.program.cycle import Cycle, block_of, rewritten
+from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
-from chunkflow_compile.weights.counts import Counts
-from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
-from chunkflow_compile.weights.host_weight import HostWeight, state_of
+from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import Source
 
 from .arena import Arena, Binding
-from .codes import CurrentCode
-from .cuda_graphs import CaptureLog
+from .call_site import CallKey, CallSite
 from .executor import Executor
-from .measurement import KEPT_MEASUREMENTS, Passes, StepMeasurement, as_one
-from .wrapped_calls import tuple_getter
-
-# Why a weight stays that other calls of the same code stream.
-_NOT_OFFLOADED = "on the device: not offloaded"
+from .measurement import Passes, StepMeasurement, as_one
 
 
-class CallKey:
-    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
-
-    ``settings``: of the newest program with this key.
-    """
-
-    def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        self.settings = settings
-        self._buffers = [weakref.ref(buffer) for buffer in buffers]
-
-    @property
-    def alive(self) -> bool:
-        """Whether the weights still exist."""
-        return all(ref() is not None for ref in self._buffers)
-
-
-class Call:
-    """The calls of a compiled graph, at one size, on the weights of one model: what they run, and what they read.
-
-    ``code``: that they run; ``current``: that the next one runs.  ``key``: what they read, None if they are never calls of a
-    cycle.  ``buffers``: of the offloaded weights; ``versions``: of their values, in this order.  ``in_place``: the other
-    weights, which have ``kept_bytes``.  ``model``: whose weights they are.  ``counts``: of this model.  ``steps``: so far;
-    ``measured``: the newest ones.
-    ``captures``: as CUDA graphs.
-    """
-
-    key: CallKey | None = None
-
-    def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.current = current
-        self.code = current.code
-        self.program = program = current.code.program
-        self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
-        self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
-        self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
-        # not the root module: it may be gone, and its id another's
-        self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
-        self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
-        self.steps = 0
-        self.captures = CaptureLog(self.counts, current.code.cudagraphs)
-        self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
-        self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
-        self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
-        self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
-        self._states = [state_of(parameters[name]) for name in self.buffers]
-        self.versions = _versions(self._states)
-        order = list(parameters)
-        self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
-        self._others = tuple_getter([order.index(name) for name in self.in_place])
-        self._kinds = [type(p) for p in self.in_place.values()]
-
-    @property
-    def part(self) -> bool:
-        """Whether the program is a part of a model, and so runs in turns with others."""
-        return self.code.settings.part
-
-    @property
-    def seconds(self) -> list[float]:
-        """What its newest steps took: as one CUDA graph, if it is one."""
-        return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
-
-    @property
-    def outlived(self) -> bool:
-        """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
-        gone = any(buffer.life is None for buffer in self.buffers.values())
-        return gone or any(buffer_of(p) is not None for p in self.in_place.values())
-
-    @property
-    def budget(self) -> tuple[int, int | None]:
-        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
-
-        A program without such weights is not known to be one of a model's, and needs no budget.
-        """
-        if not self.buffers:
-            return self.model, 0
-        settings = self.current.code.settings
-        if settings.memory is None:
-            return self.model, None
-        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
-
-    def notice(self, again: bool = False) -> None:
-        """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
-
-        ``again``: whether this call has noticed before, and what is in use would be noticed again.
-        """
-        for fill in self._fills:
-            fill()
-        for store in () if again else self._stores:
-            if store.exported:
-                store.mark_exported_dirty()
-
-    def fits(self, weights: Items[nn.Parameter]) -> bool:
-        """Whether the program can run on its weights as they are now; if not, a new one is needed.
-
-        ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
-        """
-        if self.current.code is not self.code:
-            return False
-        try:
-            with torch._C.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
-                states = list(map(state_of, self._offloaded(weights)))
-            if states != self._states:
-                # other numbers: it was written, so copies of it on the device are out of date
-                if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
-                    return False  # it was exchanged, restored, replaced, or given other memory, packed or unpacked
-                self._states, self.versions = states, _versions(states)
-        except AttributeError:  # it is an ordinary tensor now, or in no store
-            return False
-        others = self._others(weights)
-        if not all(map(is_, others, self.in_place.values())):
-            return False
-        # one that has become offloaded is the same object of another class
-        return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
-
-    def names(self) -> dict[str, str]:
-        """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
-        names = {name: buffer.name for name, buffer in self.buffers.items()}
-        blocks = {block_of(old): block_of(new) for old, new in names.items()}
-        for weight in self.program.problem.weights:
-            block = block_of(weight.name)
-            names.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
-        return names
-
-    def in_cycle(self, names: Mapping[str, str]) -> CycleCall:
-        """It as a call of a cycle.  ``names``: of its weights there."""
-        keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
-        drive = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.drive is not None)
-        return CycleCall(self.code.cut, names, keep, drive)
-
-    def let_go(self) -> None:
-        """Hold no weights any more: the program has ended."""
-        self.buffers, self.in_place = {}, {}
-        self._states, self._bare, self._stores, self._fills = [], [], [], []
-
-
-def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
-    """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
-    return tuple(sum(counts) for _, _, _, *counts in states)
-
-
-class Sequence:
+class BoundCycle:
     """Calls in one order, under one plan, in an arena.
 
     ``calls``: as the plan has them.  ``settings``: that it was planned with, but for measured times.  ``replan_after``: the
@@ -196,12 +39,13 @@ class Sequence:
     def __init__(
         self,
         arena: Arena,
-        calls: Items[CycleCall],
+        calls: Sequence[Call],
         buffers: Mapping[str, HostBuffer],
         settings: Settings,
         cycle: Cycle,
         *,
         keys: tuple[CallKey, ...] = (),
+        replan_after: int = 0,
         advice: Callable[[], str] = str,
     ) -> None:
         """``buffers``: by the names of weights in the cycle.  ``advice``: returns what would fit if the arena does not."""
@@ -212,7 +56,7 @@ class Sequence:
         self.keys = keys
         self.position = 0
         self.jumps = 0
-        self.replan_after = 0
+        self.replan_after = replan_after
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
@@ -221,16 +65,10 @@ class Sequence:
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
         self._binding: Binding | None = None
-        self._executors: list[weakref.WeakKeyDictionary[Call, Executor]] = [weakref.WeakKeyDictionary() for _ in calls]
+        self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
+            weakref.WeakKeyDictionary() for _ in calls
+        ]
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()  # region -> its key
-
-    @property
-    def program(self) -> Program | None:
-        return None
-
-    @property
-    def budget(self) -> tuple[int, int | None]:
-        return 0, 0
 
     @property
     def plan(self) -> Plan:
@@ -267,20 +105,41 @@ class Sequence:
         return [executor for bound in self._executors for executor in bound.values()]
 
     def timings_due(self) -> Timings | None:
-        """Note that a call has ended.  Returns the times to plan again from, at the end of the pass in which that is due."""
+        """Note that a call has ended.  Returns the times to plan again from, once, at the end of the pass in which it is due.
+
+        Raises ChunkflowError, once, if they will never be known.
+        """
         if self._in_order != len(self.calls):
             return None
         self._in_order = 0
-        return self.times.due(self.replan_after, self.arena.streams)
+        try:
+            timings = self.times.due(self.replan_after, self.arena.streams)
+        except ChunkflowError:
+            self.replan_after = 0
+            raise
+        if timings is not None:
+            self.replan_after = 0
+        return timings
+
+    def continue_from(self, other: BoundCycle) -> None:
+        """Go on where another plan of the cycle has come to."""
+        self.position, self.jumps = other.position, other.jumps
+
+    def add_jump(self) -> None:
+        """A call entered the cycle at another place than the expected one."""
+        self.jumps += 1
+
+    def measure_into(self, folder: Path) -> None:
+        """Write measurements into this folder from now on."""
+        self.folder = folder
 
     def _collect(self, wait: bool = True) -> None:
         if self._binding is not None:
             self.arena.streams.collect(wait)
 
-    def begin(self, call: Call, number: int) -> Executor:
+    def begin(self, call: CallSite, number: int) -> Executor:
         """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
         executor = self.executor_of(call, number)
-        executor.wanted = self.replan_after > 0
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
@@ -291,7 +150,7 @@ class Sequence:
             self._begun += 1
         return executor
 
-    def executor_of(self, call: Call, number: int) -> Executor:
+    def executor_of(self, call: CallSite, number: int) -> Executor:
         """The executor of a call in its place, which copies weights again that were written since they were copied.
 
         Raises ChunkflowError if the arena has no room.
@@ -303,7 +162,7 @@ class Sequence:
         if (executor := self._executors[number].get(call)) is None:
             executor = self._executors[number][call] = self._make(call, number)
         if not seen:
-            executor.rewritten |= dict(zip(names, call.versions, strict=True))
+            executor.copy_again(dict(zip(names, call.versions, strict=True)))
             self._seen[number] = call.versions
         return executor
 
@@ -317,11 +176,11 @@ class Sequence:
                 executor.forget()
                 del executors[call]  # first: a Ctrl-C must not leave one here that would run nothing
                 executor.vacate()
-        if self._binding is not None and self.arena.holder is self._binding.state:
-            self.arena.holder = None  # the next call starts cold
+        if self._binding is not None:
+            self.arena.discard(self._binding.state)
         self._binding = None
 
-    def _renew(self, names: Items[str]) -> None:
+    def _renew(self, names: Sequence[str]) -> None:
         """Renew the copies outside the memory of those weights that were written since.
 
         Gives up what is bound if the host memory of one has moved since then, or is no longer pinned.
@@ -349,7 +208,7 @@ class Sequence:
             return now is not bound
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
 
-    def _make(self, call: Call, number: int) -> Executor:
+    def _make(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names(call, number)
         # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
@@ -361,7 +220,7 @@ class Sequence:
         run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
         return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
 
-    def _program(self, call: Call, number: int, placed: CycleCall) -> Program:
+    def _program(self, call: CallSite, number: int, placed: Call) -> Program:
         """The program of a call of another graph or for other sizes."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
@@ -375,7 +234,7 @@ class Sequence:
             verify_call(self.cycle, number, program, self._proved)
         return program
 
-    def _names(self, call: Call, number: int) -> dict[str, str]:
+    def _names(self, call: CallSite, number: int) -> dict[str, str]:
         """The names in the cycle of the weights of a call.  A buffer has several if parameters were tied after compiling."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
@@ -387,9 +246,9 @@ class Sequence:
             for name, buffer in call.buffers.items()
         }
 
-    def _bound(self, call: Call) -> Binding:
+    def _bound(self, call: CallSite) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
-        if self.program is None:  # by themselves, its programs keep other weights on the device
+        if self.keys:  # by themselves, the programs of a cycle keep other weights on the device
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}

@@ -1,0 +1,229 @@
+"""Single calls: programs that run by themselves, or in a cycle of the order of their arena."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.program.cycle import Cycle, block_of
+from chunkflow_compile.passes.program.rewrite import Program
+
+from .arena import Arena
+from .bound_cycle import BoundCycle
+from .call_site import CallKey, CallSite
+from .codes import Code
+from .cycle_plan import merge_settings, planned
+from .device import check_kind, refuse_capture
+from .executor import Executor
+from .measurement import StepMeasurement
+from .order import Order
+
+_log = logging.getLogger(__name__)
+
+
+class SingleCall(BoundCycle):
+    """A program by itself: a cycle of one call.  It belongs to the placement of its model, and ends with it.
+
+    ``call``: what it runs and reads.  ``key``: what it reads, None if it is never a call of another cycle.  ``order``: which
+    cycle runs it.  ``title``: for errors.  ``started``: when.  ``closed``: whether it has ended.
+    """
+
+    closed = False
+
+    def __init__(self, call: CallSite, arena: Arena) -> None:
+        code, cycle = call.code, Cycle.of(call.program)
+        one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
+        super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
+        self.call = call
+        self.key: CallKey | None = None
+        self.order = order_of(arena) or Order(arena)  # with the other programs there
+        problem = call.program.problem
+        block = next((block for buffer in call.buffers.values() if (block := block_of(buffer.name))), "")
+        of = block if call.part and block else "the model"
+        self.title = f"{of} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
+        self.started = time.monotonic()
+        self.folder = code.folder
+        died = partial(_weight_died, weakref.ref(arena))
+        self._weights = [weakref.ref(life, died) for buffer in call.buffers.values() if (life := buffer.life)]
+
+    def start(self) -> None:
+        """Join the arena and its order, and bind to the memory.  The caller holds the arena's lock.
+
+        Raises ChunkflowError, and leaves the arena, if it has no room, or if the program is not safe with another in it.
+        """
+        code = self.code
+        if code.verified:
+            self.arena.prove(self.program)
+        self.arena.add(self, code.kind)
+        try:
+            self.key = self.order.add(self.call)
+            if not (self.call.part and self.key):  # else its cycle is planned again
+                self.replan_after = code.replan_after
+            self.executor_of(self.call, 0)
+        except BaseException:
+            self.close()
+            raise
+        self.call.counts.add_program()
+
+    @property
+    def code(self) -> Code:
+        return self.call.code
+
+    @property
+    def program(self) -> Program:
+        return self.call.program
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        return self.call.budget
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.call.reads
+
+    @property
+    def stale(self) -> bool:
+        return self.call.is_stale
+
+    @property
+    def measurements(self) -> tuple[StepMeasurement, ...]:
+        """The newest measured steps of its call, in a cycle too, oldest first; waits for those in flight."""
+        if not self.closed:
+            self.arena.streams.collect(wait=True)
+        return tuple(self.call.measured)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the user, on what was compiled, and on the call as a CUDA graph if it is to be one."""
+        return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
+
+    @property
+    def executor(self) -> Executor:
+        """The one outside cycles.  Raises ChunkflowError if the program has ended."""
+        if self.closed:
+            raise ChunkflowError("This program has ended: call the compiled model again.")
+        return self.executor_of(self.call, 0)
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Run one step, in the cycle that has the call next, or by itself.  The caller holds the arena's lock."""
+        arena, call = self.arena, self.call
+        if arena.device.type == "cuda":
+            refuse_capture(arena.device)
+        arena.refuse_inside()
+        if arena.lost_weight:
+            arena.close_stale()
+            self.order.prune()
+        placed = None if self.key is None else self.order.advance(call, self.key)
+        cycle, executor = placed or (self, self.begin(call, 0))
+        arena.begin_call(self.title)
+        try:
+            outputs = executor.run(inputs, timed=cycle.replan_after > 0)
+        finally:
+            arena.end_call()
+        call.count(executor.cost)
+        if cycle.replan_after:
+            _replan_if_due(cycle)
+        return outputs
+
+    def repeats(self, other: SingleCall) -> bool:
+        """Whether it is the same program on the same weights."""
+        mine, theirs = self.call.buffers, other.call.buffers
+        same = mine.keys() == theirs.keys() and all(buffer is theirs[name] for name, buffer in mine.items())
+        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
+
+    def adopt(self, other: SingleCall) -> None:
+        """Take over the measurements of the program that this one replaces."""
+        self.call.measured.extend(other.measurements)
+        self.times.whole.extend(other.times.whole)
+
+    def close(self) -> None:
+        """Wait for its step and copies in flight, free what it holds, and leave the arena.
+
+        Cycles of its weights free what they hold, too, because they move these weights.  Other cycles stay warm.
+        """
+        with self.arena.lock():
+            if not self.closed:
+                try:
+                    for cycle in (self, *self.order.cycles_of(self.call)):
+                        self.arena.release(cycle)
+                finally:  # also after an interrupt: the memory must be released
+                    self.closed, self._weights = True, []
+                    self.order.remove(self.call)
+                    self.call.let_go()
+                    self.arena.remove(self)
+
+
+def bind_program(call: CallSite, arena: Arena) -> SingleCall:
+    """A program that is bound to the memory of an arena.
+
+    Raises ChunkflowError if the arena has no room, or if the program is not safe with another in it.
+    """
+    code = call.code
+    check_kind(arena.device, code.kind)
+    refuse_capture(arena.device)
+    with arena.lock():
+        program = SingleCall(call, arena)
+        program.start()
+    return program
+
+
+def order_of(arena: Arena) -> Order | None:
+    """That of the programs in an arena, which ends with the last of them."""
+    return next((program.order for program in arena.programs if isinstance(program, SingleCall)), None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
+    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
+    if (arena := ref()) is not None:
+        arena.lose_weight()
+
+
+def _replan_if_due(cycle: BoundCycle) -> None:
+    """At the end of a pass, plan from measured times if that is due."""
+    try:
+        if (timings := cycle.timings_due()) is not None:
+            replan({cycle: timings}, by_itself=True)
+    except ChunkflowError as error:  # the current plan still works
+        _log.warning("the current plan is kept: %s", error)
+
+
+def replan(
+    cycles: Mapping[BoundCycle, Timings | None], goal: Mapping[str, Any] | None = None, by_itself: bool = False
+) -> None:
+    """Give cycles other plans, which are proved, from their next pass on.  The caller holds the locks of their arenas.
+
+    ``cycles``: each with the times to plan from, the largest of all ranks that run it; None for those that it has.
+    ``goal``: settings, None for those that they have.  ``by_itself``: whether no user asked for it; then a plan that places
+    the weights as before is left out, and one that cannot start is logged.
+    Raises ChunkflowError, and changes nothing, if there is no such plan.
+    """
+    swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
+    for cycle, timings in cycles.items():
+        change = {**(goal or {}), **({} if timings is None else {"timings": timings})}
+        if isinstance(cycle, SingleCall):
+            current = cycle.call.current
+            key = current.code, timings  # blocks of one kind share their code
+            code = remade[key] = remade.get(key) or current.code.remade(**change)
+            plan, swap = code.program.plan, partial(current.run, code, by_itself)
+        else:
+            order = order_of(cycle.arena)
+            calls = None if order is None else order.latest_calls(cycle.keys)
+            if order is None or calls is None or (settings := merge_settings(calls)) is None:
+                raise ChunkflowError("A program of this cycle has ended since it was measured: call the model again.")
+            settings = replace(settings, **(goal or {}))
+            again = planned(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, settings, timings)
+            plan, swap = again.plan, partial(order.swap_plan, cycle, again)
+        if not by_itself or plan.placement != cycle.plan.placement:
+            swaps.append(swap)
+    for swap in swaps:
+        swap()
