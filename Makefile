@@ -10,13 +10,13 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs site bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
 
-# About two minutes on two cores: a picture of digits, drawn twice, then two ranks on an emulated link.
+# Two to three minutes on two cores: a picture of digits, drawn twice, then two ranks on an emulated link.
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits/draw.py
 	@echo
 	$(BIN)/chunkflow demo
 
-# Nine minutes on two cores of an AMD EPYC at 2.6 GHz; so are the minutes below.  mypy uses one core: the tests start beside it.
+# A quarter of an hour on two cores; the minutes below are of an AMD EPYC at 2.6 GHz.  mypy uses one core: the tests start beside it.
 test: $(VENV)/ready
 	$(MAKE) --no-print-directory -j 2 lint types unit
 
