@@ -97,7 +97,17 @@ def test_what_users_call(tmp_path: Path, scripts: None) -> None:
     out, script = tmp_path / "gpu_calls.jsonl", str(ROOT / "docs" / "benchmarks" / "card_calls.py")
     model = "wan2.2-ti2v-5b"
     cases = [f"{case} {model}" for case in ("compile", "packed", "apply", "adapters")]
-    call = (sys.executable, script, "--out", str(out), "--small", "--seconds", f"{3 * WITHIN}", "--cases", ",".join(cases))
+    call = (
+        sys.executable,
+        script,
+        "--out",
+        str(out),
+        "--small",
+        "--seconds",
+        f"{3 * WITHIN}",
+        "--cases",
+        ",".join(cases),
+    )
     run(*call, STAND_IN_COMPUTE="1")
     found = lines_of(out)
     assert [line["case"] for line in found if line.get("ended")] == ["compile", "packed", "apply", "adapters"]
