@@ -25,11 +25,12 @@ from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.cli.pipeline import kept_cost
-from chunkflow_compile.cli.target import preset_call
+from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
@@ -169,7 +170,7 @@ def cases() -> Iterator[tuple[Workload, str]]:
 def plan(workload: Workload, ranks: int) -> list[Row]:
     """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
     known = preset(workload.model)
-    cut = make_cut(replace(known.trace(ranks, workload.sizes), fused=True), GROUP_BYTES)
+    cut = make_cut(transformer_traced(known, workload.sizes, ranks), GROUP_BYTES)
     # those of a rank are of its part of the tokens
     activations = transformer_cost(known, workload.sizes).activations // ranks
     return [
@@ -177,6 +178,12 @@ def plan(workload: Workload, ranks: int) -> list[Row]:
         for each, gpus in cases()
         if each == workload and GPUS[gpus].ranks == ranks
     ]
+
+
+def transformer_traced(known: Preset, sizes: OutputSizes, ranks: int) -> Traced:
+    """A transformer on one of ``ranks`` ranks; kept in the user's cache folder."""
+    key, trace = preset_call(known, ranks, sizes, DEFAULT_MIN_BYTES, None, 1)
+    return replace(trace_entry(key).get(trace), fused=True)
 
 
 def transformer_cost(known: Preset, sizes: OutputSizes) -> EagerCost:

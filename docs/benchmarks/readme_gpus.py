@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import BENCHMARKS, CHUNK_BYTES, CHUNKFLOW, GROUP, GROUP_BYTES, MODELS, PLAIN, Way, transformer_cost
+from methods import (
+    BENCHMARKS,
+    CHUNK_BYTES,
+    CHUNKFLOW,
+    GROUP,
+    GROUP_BYTES,
+    MODELS,
+    PLAIN,
+    Way,
+    transformer_cost,
+    transformer_traced,
+)
 from torch import nn
 from tqdm import tqdm
 
@@ -30,7 +41,6 @@ from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.published import Encoder, published
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.cli.pipeline import kept_cost
-from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -38,7 +48,6 @@ from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
@@ -175,8 +184,7 @@ class Planned:
     @cached_property
     def traced(self) -> Traced:
         known = preset(self.model)
-        key, call = preset_call(known, 1, known.sizes, DEFAULT_MIN_BYTES, None, 1)
-        return replace(trace_entry(key).get(call), fused=True)
+        return transformer_traced(known, known.sizes, 1)
 
     @cached_property
     def cut(self) -> Cut:

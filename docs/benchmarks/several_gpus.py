@@ -20,19 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from methods import transformer_cost
+from methods import transformer_cost, transformer_traced
 from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, GROUP_OFFLOAD, SHARDED
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, GROUP_OFFLOAD, SHARDED
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, least_memory, place
@@ -151,8 +150,7 @@ def measure(cache: Path | None) -> Found:
         if all(title in done.get(label(profile, ranks), {}) for profile, _ in machines):
             continue
         known = preset(workload.model)
-        key, trace = preset_call(known, ranks, workload.sizes, DEFAULT_MIN_BYTES, None, 1)
-        cut = make_cut(replace(trace_entry(key).get(trace), fused=True), GROUP_BYTES)
+        cut = make_cut(transformer_traced(known, workload.sizes, ranks), GROUP_BYTES)
         # those of a rank are of its part of the tokens
         activations = transformer_cost(known, workload.sizes).activations // ranks
         for profile, card in machines:
