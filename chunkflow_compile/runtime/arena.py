@@ -57,9 +57,9 @@ class Owner(Protocol):
 class Tenant(Owner, Protocol):
     """A program that runs in an arena, by itself or in cycles.
 
-    ``budget``: its model, and most bytes of this model's offloaded weights on the device; None for any.  ``reads``: equal for
-    programs on the same weights.  ``stale``: whether a weight was dropped, moved or given other memory, so that the program
-    can never run again.
+    ``budget``: its model, and most bytes of this model's offloaded weights on the device; None without a limit.  ``reads``:
+    equal for programs on the same weights.  ``stale``: whether a weight was dropped, moved or given other memory, so that the
+    program can never run again.
     """
 
     @property

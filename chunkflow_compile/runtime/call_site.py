@@ -96,7 +96,7 @@ class CallSite:
 
     @property
     def budget(self) -> tuple[int, int | None]:
-        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
+        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None without a limit.
 
         A program without such weights is not known to be one of a model's, and needs no budget.
         """
