@@ -296,7 +296,7 @@ class Executor(OnDevice):
         if self._start is None:
             here = border(self.cycle, self.call)
             prefetches = [(p.copy.weight, fetched(self, [prefetch(self, p)])) for p in here.prefetches]
-            reads = reads_from(self.cycle, self.call, here, self.on_drive)
+            reads = reads_from(self.cycle, self.call, self.on_drive)
             first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
             self._start = _Start(list(self._kept()), prefetches, here.waits, ReadOrder(first, repeated, reads.begin))
         return self._start
