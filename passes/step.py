@@ -225,8 +225,10 @@ def prologue(
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(copy)
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
-    waited = {weight: i for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights}
-    if stale or any(i < begin <= evicted.get(weight, -1) for weight, i in waited.items()):
+    # the last wait before the evict is that of the first reader; a barrier may wait for the copies of the next step
+    waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
+    waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
+    if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
         ops += events.join(lanes)
     return tuple(ops)
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from chunkflow_compile.passes.names import MOVES, Moves, Yield
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Scheduler, Start, Step
+from chunkflow_compile.passes.step import Scheduler, Step, copies
 
 from .policies import layerwise
 from .residency import rank
@@ -340,16 +340,19 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
     For the first collective of a step, the newest copy may be one of the step before.  ``lanes``: the weights of each.
     """
     lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
+    moved = [(copy.window or 0, copy.weight) for copy in copies(step) if copy.weight in lane_of]
     last = max((c.before for c in problem.collectives), default=0)
-    copies = [op for op in step if isinstance(op, Copy) and op.weight in lane_of]
-    newest = {lane_of[op.weight]: op.weight for op in copies if op.window is not None and op.window >= last}
-    placed = []
-    for op in step:
-        if isinstance(op, Copy) and op.weight in lane_of:
-            newest[lane_of[op.weight]] = op.weight
-        elif isinstance(op, Start) and newest:
+    newest = {lane_of[weight]: weight for window, weight in moved if window >= last}
+    placed, at = list[Barrier](), 0
+    for collective in sorted(problem.collectives, key=lambda c: c.before):
+        while (
+            at < len(moved) and moved[at][0] < collective.before
+        ):  # a window opens after the collectives before its region
+            newest[lane_of[moved[at][1]]] = moved[at][1]
+            at += 1
+        if newest:
             weights = tuple(newest[lane] for lane in sorted(newest))
-            placed.append(Barrier(collective=problem.collectives[op.collective].name, weights=weights))
+            placed.append(Barrier(collective=collective.name, weights=weights))
             newest = {}
     return tuple(placed)
 
