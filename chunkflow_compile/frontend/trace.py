@@ -20,7 +20,7 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.passes.problem import Parameter, Source
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights
 from chunkflow_compile.placed.streamable import why_not
@@ -222,9 +222,9 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
             keep = NO_MODULE
         elif nbytes < min_bytes and id(parameter) not in model.filled:
             keep = f"small: {size(nbytes)}"
-    drive = buffer is not None and buffer.drive is not None
-    packable = buffer is None or buffer.packable
-    return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive, packable=packable)
+    source = Source(file=buffer is not None and buffer.drive is not None)
+    compressible = buffer is None or buffer.packable
+    return Parameter(index=index, inside=inside, names=names, keep=keep, source=source, compressible=compressible)
 
 
 class _TracedError(Exception):

@@ -88,12 +88,14 @@ def check_bytes(model: nn.Module) -> None:
             if run.window is not None:
                 begin, end = plan.span(weight, run.first, run.end)
                 owners = [
-                    part.owner for part in parts(begin, end, weight.nbytes, weight.peers) for _ in range(part.nbytes)
+                    part.owner
+                    for part in parts(begin, end, weight.nbytes, weight.source.ranks)
+                    for _ in range(part.nbytes)
                 ]
-                has = [owners.count(rank) for rank in range(weight.peers)]
+                has = [owners.count(rank) for rank in range(weight.source.ranks)]
                 most, own = most + end - begin - min(has), own + end - begin - has[dist.get_rank()]
     assert (newest.pulled_bytes, plan.pulled_bytes) == (own, most)
-    assert len(peers) > 5 and own > 0.9 * sum(w.nbytes for w in peers) * (1 - 1 / peers[0].peers)
+    assert len(peers) > 5 and own > 0.9 * sum(w.nbytes for w in peers) * (1 - 1 / peers[0].source.ranks)
 
 
 def on_a_rank(rank: int, family: str, by_kind: bool, debug: tuple[str, ...], steps: int) -> None:

@@ -107,7 +107,7 @@ def check_transfers(pair: Pair) -> list[HostBuffer]:
     assert newest.primed_bytes == 0 and newest.moved_bytes == ran.plan.moved_bytes > 0
     planned = {w.name: w for w in ran.cycle.problem.weights}
     for name, buffer in ran.buffers.items():
-        assert planned[name].nbytes == buffer.nbytes and bool(planned[name].packed) == (buffer.packed is not None)
+        assert planned[name].nbytes == buffer.nbytes and planned[name].source.compressed == (buffer.packed is not None)
     said = str(explain(pair.model, details=True))
     assert f"{len(packed)} of " in said and "weights are packed" in said
     return packed
