@@ -340,7 +340,7 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | frozenset[str]:
     """Which weights a graph is to have packed: all that can be if the option ``wanted`` is True, else those that are, if any
     is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
-    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.is_packed)
+    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.compressed)
     return wanted if wanted is True else packed or wanted
 
 
@@ -349,7 +349,7 @@ def _peers(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]
     any is; else what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
     if placement is None or placement.store.peers is None:
         return {}
-    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
+    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.sharded)
     return {"peers": sharded or placement.peers, "ranks": placement.store.peers.ranks}
 
 
@@ -358,7 +358,7 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuf
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
     others = set(placement.store.buffers) - set(buffers.values())
-    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.pieces is not None)
+    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.source.sharded)
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

@@ -201,9 +201,9 @@ class CompiledGraph:
         for name, parameter in parameters.items():
             if (buffer := buffer_of(parameter)) is None:
                 continue
-            if buffer.is_packed and name not in able:
+            if buffer.compressed and name not in able:
                 buffer.unpack()
-            if buffer.is_packed or (name in wanted and buffer.packable and buffer.pack()):
+            if buffer.compressed or (name in wanted and buffer.pack()):
                 forms.add(name)
         form = {"pack": frozenset(forms), "peers": _shard_across_peers(parameters, current.code.on_peers)}
         if form != {"pack": current.code.packed, "peers": current.code.on_peers}:

@@ -113,7 +113,7 @@ def on_a_rank(rank: int, family: str, by_kind: bool, debug: tuple[str, ...], ste
         each.get_parameter(written.name).mul_(1.25)
     check(run, twin, family, *range(steps, steps + 4))
     assert in_pieces(model) == (dealt - {written.name} if rank else dealt)
-    assert (written.where is Where.SHARED) == (not by_kind and not rank)
+    assert (written.backing.where is Where.SHARED) == (not by_kind and not rank)
     least = (*cycles(model), *programs(model))[0].plan.device_bytes
     if not rank:
         replan(model, memory=least + (1 << 20))  # on one rank: the others have their plan
@@ -234,12 +234,12 @@ def packed_too(rank: int) -> None:
     model, twin = (m.to(torch.bfloat16) for m in twins_of("stack", 2))
     run = chunkflow_compile.compile(model, peers=True, pack=True, **EAGER)
     check(run, twin, "stack", *range(4), dtype=torch.bfloat16)
-    packed = [b for b in buffers_of(model) if b.packed is not None]
+    packed = [b for b in buffers_of(model) if b.compressed]
     assert packed and all(b.pieces is not None and b.pieces.nbytes == b.nbytes < b.host.nbytes for b in packed)
     for each in (model, twin) if rank else ():
         each.get_parameter(packed[0].name).mul_(0.5)
     check(run, twin, "stack", *range(4, 8), dtype=torch.bfloat16)
-    assert (packed[0].pieces is None) == bool(rank) and packed[0].packed is not None
+    assert (packed[0].pieces is None) == bool(rank) and packed[0].compressed
     restore(model)
 
 

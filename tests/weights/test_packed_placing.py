@@ -27,6 +27,7 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.host_buffer import Form
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.mapping import whole_pages
 
@@ -183,7 +184,7 @@ def test_what_stays_raw_in_a_model_that_is_packed() -> None:
     model, twin = make(), make()
     offload(model, min_bytes=LEAST, pack=True)
     assert packed(model) == {"packed"} and len(buffers(model)) == 7
-    assert not any(buffer.packable for name, buffer in buffers(model).items() if name != "packed")
+    assert {buffer.form for name, buffer in buffers(model).items() if name != "packed"} == {Form.RAW}
     assert same(model, twin)
     restore(model)
     assert same(model, twin)
@@ -266,16 +267,18 @@ def test_the_drive_has_packed_bytes(saved: str) -> None:
     model, twin = load_stack(saved), in_memory(load_stack(saved))
     offload(model, min_bytes=LEAST, pack=True, host_memory=0)
     found = buffers(model)
-    assert packed(model) == {*found} - {ESCAPES} and all(b.scratch and b.where is Where.FILE for b in found.values())
-    file = next(iter(found.values())).drive.file
+    assert packed(model) == {*found} - {ESCAPES}
+    assert all(b.backing.in_scratch_file and b.backing.where is Where.FILE for b in found.values())
+    file = next(iter(found.values())).backing.bytes.file
     placed = next(iter(found.values())).store.buffers
     assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(b.nbytes) for b in placed)
-    assert all(torch.equal(b.drive.read_all(), flat_bytes(b.stored)) for b in found.values())
+    assert all(torch.equal(b.backing.bytes.read_all(), flat_bytes(b.stored)) for b in found.values())
     assert all(held(found[name].host) == 0 for name in packed(model))
     for m in (model, twin):
         m.get_parameter(NAME).mul_(1.5)
         m.get_parameter(OTHER).copy_(heavy(m.get_parameter(OTHER)))
-    assert found[NAME].is_packed and found[NAME].where is found[OTHER].where is Where.OWN and not found[OTHER].is_packed
+    assert found[NAME].compressed and not found[OTHER].compressed
+    assert found[NAME].backing.where is found[OTHER].backing.where is Where.OWN
     assert same(model, twin)
     restore(model)
     assert same(model, twin)
@@ -338,17 +341,17 @@ def on_two_ranks(rank: int, file: str, host_memory: int | None) -> None:
     assert [r for r in records if "other values" in r] == [
         f"rank 1 has other values than rank 0 in {OTHER}, and keeps its own copy of them"
     ]
-    own = {n for n, b in found.items() if b.where is not place}
+    own = {n for n, b in found.items() if b.backing.where is not place}
     if host_memory is None:
         assert own == ({ESCAPES, written, OTHER} if rank else {ESCAPES, written})
     else:
-        assert all(b.scratch and b.drive.nbytes == b.nbytes for b in found.values())
+        assert all(b.backing.in_scratch_file and b.backing.bytes.nbytes == b.nbytes for b in found.values())
     dist.barrier()
     if rank == 0:
         for m in (model, twin):
             m.get_parameter(NAME)[1:].mul_(1.5)
             m.get_parameter("blocks.3.up.weight").copy_(heavy(m.get_parameter("blocks.3.up.weight")))
-        assert found[NAME].is_packed and found[NAME].where is Where.OWN
+        assert found[NAME].compressed and found[NAME].backing.where is Where.OWN
     dist.barrier()
     assert same(model, twin)
     state = model.state_dict()
