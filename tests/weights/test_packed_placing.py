@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import WITHIN
+from conftest import EAGER, WITHIN
 from helpers import Stack, Tabled, in_memory, load_stack, stack, twins
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
@@ -22,7 +22,9 @@ from test_shared_weights import said_here
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.frontend import backend
 from chunkflow_compile.passes.packing import Layout
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.backing import Where
@@ -90,6 +92,30 @@ RETURNS: dict[str, Callable[[nn.Module], Any]] = {
     "data": exchanged,
     "assign": assigned,
 }
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_no_region_is_lowered_for_a_form_that_a_weight_cannot_have(
+    placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether values can be packed is asked before code is lowered for them, of weights in the store and of others."""
+    model, twin = plain(), plain()
+    for m in (model, twin):
+        m.get_parameter(NAME).copy_(heavy(m.get_parameter(NAME)))
+    lowered, lower = list[set[str]](), backend.lower_regions
+
+    def lowers(program: Program, *args: Any) -> Any:
+        lowered.append({w.name for w in program.problem.weights if w.source.compressed})
+        return lower(program, *args)
+
+    monkeypatch.setattr(backend, "lower_regions", lowers)
+    if placed:
+        offload(model, min_bytes=LEAST, pack="auto")
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": LEAST, "pack": True})
+    for seed in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(BF16)
+        assert torch.equal(run(x), twin(x))
+    assert lowered == [packed(model)] == [{*buffers(model)} - {NAME}] != [set()]
 
 
 class Twice(Stack):
