@@ -151,7 +151,7 @@ class Annotator(FlopNotes):
         copy = self.spans.get((item.stream, _copied(item)))
         if copy is None:
             return None
-        later = item.next_step and copy.end >= self.starts[item.window]  # else it arrives in the step that reads it
+        later = item.next_step and item.window is not None and copy.end >= self.starts[item.window]  # else it arrives in the step that reads it
         return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end
 
     def _weight(self, name: str) -> Note:

@@ -342,7 +342,7 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
     lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
     last = max((c.before for c in problem.collectives), default=0)
     copies = [op for op in step if isinstance(op, Copy) and op.weight in lane_of]
-    newest = {lane_of[op.weight]: op.weight for op in copies if op.window >= last}
+    newest = {lane_of[op.weight]: op.weight for op in copies if op.window is not None and op.window >= last}
     placed = []
     for op in step:
         if isinstance(op, Copy) and op.weight in lane_of:

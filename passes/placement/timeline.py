@@ -21,7 +21,20 @@ from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.pieces import from_others
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Record, Run, Scheduler, Start, Step, Wait
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evaluate,
+    Evict,
+    Finish,
+    Op,
+    Record,
+    Release,
+    Run,
+    Scheduler,
+    Start,
+    Step,
+    Wait,
+)
 
 from .resources import IDLE, Drive, Phase, Queue, Transfer, Use, stretches
 
@@ -390,6 +403,8 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
     joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
     waits: list[Wait] = []
     for op in step:
+        if isinstance(op, Release | Evaluate):
+            continue
         if isinstance(op, Wait):
             if op.stream == "compute":
                 waits.append(op)

@@ -6,26 +6,38 @@ last windows of a call fetch for the next calls, and those of the last call for 
 
     join      the Problem of the calls, in their order
     write     the program of each call, with the transfers of its windows
-    border    what is on its way or in use when a call begins, which a jump to that call fetches first
+    prologue  what a cold start at a call, a jump to it and rewritten weights copy first
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from torch.fx import Node
 
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.ops import Prefetch, TransferOp, prefetch_of, transfer_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
-from chunkflow_compile.passes.step import Copy, Step, Transfers, Wait, order, transfers
+from chunkflow_compile.passes.step import (
+    CallEvents,
+    Copy,
+    Record,
+    Step,
+    Transfers,
+    Wait,
+    order,
+    prologue,
+    resident,
+    transfers,
+)
 
-from .rewrite import CyclePlace, Program, rewrite
+from .rewrite import CyclePlace, Program, ops_of, rewrite
 
 # The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
@@ -93,6 +105,36 @@ class Cycle:
         return transfers(self.step)
 
     @cached_property
+    def ops(self) -> tuple[Step, ...]:
+        """The ops that each call issues."""
+        return tuple(map(ops_of, self.calls))
+
+    @cached_property
+    def events(self) -> CallEvents:
+        """The events at the beginnings and ends of calls."""
+        return CallEvents.of(self._issued)
+
+    @property
+    def signals(self) -> Step:
+        """What records and awaits each event: equal in programs that can share their events."""
+        return tuple(op for op in self._issued if isinstance(op, Record | Wait))
+
+    def prologue(
+        self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
+    ) -> Step:
+        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`step.prologue`."""
+        begin = sum(map(len, self.ops[:call]))
+        return prologue(self._issued, begin, self._kept, lanes, stale, jumps=jumps)
+
+    @cached_property
+    def _issued(self) -> Step:
+        return tuple(chain.from_iterable(self.ops))
+
+    @cached_property
+    def _kept(self) -> tuple[Copy, ...]:
+        return resident(self.plan)
+
+    @cached_property
     def prefetches(self) -> tuple[tuple[int, Prefetch], ...]:
         """The prefetches of all calls, in the order of issue, each with its call."""
         return tuple((number, op) for number, op in self._nodes if isinstance(op, Prefetch))
@@ -103,15 +145,9 @@ class Cycle:
         return tuple(op for _, op in self._nodes if isinstance(op, Wait))
 
     @property
-    def signals(self) -> object:
-        """What records and awaits each event: equal in programs that can share their events."""
-        return tuple(op for _, op in self.prefetches if op.after is not None or op.then is not None), self.waits
-
-    @property
     def event_count(self) -> int:
         """How many events there are; they are numbered from 0."""
-        named = (event for _, op in self.prefetches for event in (op.after, op.then) if event is not None)
-        return 1 + max((*named, *(wait.event for wait in self.waits)), default=-1)
+        return self.events.count
 
     @cached_property
     def kept_events(self) -> Mapping[str, tuple[int, ...]]:

@@ -26,13 +26,24 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor
+from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import transfer_of, unfolded, write
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Finish, Op, Run, Start, Step, Transfers, order, transfers
+from chunkflow_compile.passes.step import (
+    Evaluate,
+    Finish,
+    Op,
+    Release,
+    Run,
+    Start,
+    Step,
+    Transfers,
+    order,
+    transfers,
+)
 
 from .lifetimes import releases
 
@@ -178,10 +189,10 @@ def _identifier(name: str) -> str:
 
 
 def issued(program: Program) -> Iterator[tuple[Node, Step]]:
-    """Every node of a program with its ops, none for inputs, constants and outputs of regions.
+    """Every node of a program with its ops, none for inputs.
 
     Regions and collectives have their indices in the problem of the program, -1 for one that it does not have; windows and
-    events are those of its cycle.
+    events are those of its cycle.  After each node come the values that are released there.
     """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
@@ -193,10 +204,14 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
         elif collective_kind(node) is not None:
             index = collectives.get(source_of(node), -1)
             ops += (Start(index), Finish(index)) if completes_itself(node) else (Start(index),)
-        elif is_wait_tensor(node):
-            ops += (Finish(collectives.get(source_of(collective), -1)) for collective in awaited(node))
+        elif is_wait_tensor(node) and (ended := awaited(node)):
+            ops += (Finish(collectives.get(source_of(collective), -1)) for collective in ended)
         elif node.op == "call_module":
             ops.append(Run(regions.get(node.name, -1)))
+        elif node.op != "placeholder":
+            ops.append(Evaluate("compute" if list_of(node) is None else "collective", node.name))
+        if values := program.releases.get(node.name):
+            ops.append(Release(values))
         yield node, tuple(ops)
 
 
