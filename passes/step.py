@@ -478,4 +478,4 @@ class _Events(dict[object, int]):
 
 
 def _lane(weight: Weight) -> Moves:
-    return "pull" if weight.peers else "copy"
+    return weight.source.lane

@@ -18,7 +18,7 @@ from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Source
 
 FILE = Path(__file__).with_suffix(".json")
 
@@ -40,7 +40,10 @@ class Case:
         if not self.peers:
             return found
         pulled = {w.name for w in [w for w in found.weights if w.keep is None][::2]}
-        return replace(found, weights=tuple(replace(w, peers=self.degree * (w.name in pulled)) for w in found.weights))
+        sharded = Source(ranks=self.degree)
+        return replace(
+            found, weights=tuple(replace(w, source=sharded) if w.name in pulled else w for w in found.weights)
+        )
 
 
 CASES = (

@@ -29,6 +29,7 @@ from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
 from chunkflow_compile.passes.ops import PREFETCH
 from chunkflow_compile.passes.pipeline import Settings, Stage, make_cut, make_plan, stages
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.verify import verify
 from chunkflow_compile.report.lines import op_counts, stage_lines
@@ -193,7 +194,7 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
             "in no pieces with home peers, in the",
         ),
         (
-            replace(plan, weights=(replace(weights[0], peers=2), *weights[1:])),
+            replace(plan, weights=(replace(weights[0], source=Source(ranks=2)), *weights[1:])),
             "in pieces on 2 devices with home host, in",
         ),
     ):

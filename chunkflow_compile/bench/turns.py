@@ -40,7 +40,7 @@ from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.simulate.arms import play_program
-from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_buffer import Form, buffer_of
 from chunkflow_compile.weights.pieces import Pieces
 
 from .alternatives import (
@@ -199,9 +199,9 @@ class Turns:
         for name, parameter in self.model.named_parameters():
             if (buffer := buffer_of(parameter)) is None:
                 continue
-            if buffer.is_packed and name not in code.packed:
+            if buffer.compressed and name not in code.packed:
                 buffer.unpack()
-                buffer.packable = True  # by the call of another arm
+                buffer.form = Form.COMPRESSIBLE  # by the call of another arm
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
             buffer.pieces = self._pieces.get(name) if name in code.on_peers else None

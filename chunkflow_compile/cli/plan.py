@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(arguments, f"{answer(plan, target.problem, target.forwards)}\n\n{target.heading}\ngoal: {goal}\n")
     say(arguments, summary_table(plan, target.problem, target.forwards))
     if arguments.weights:
-        named = {w.name for w in target.problem.weights if w.packed}
+        named = {w.name for w in target.problem.weights if w.source.compressed}
         say(arguments, f"\n{blocks_table(plan, target.problem)}\n\n{weights_table(plan.weights, named)}")
     write_json(arguments, plan.to_json())
     if arguments.json:

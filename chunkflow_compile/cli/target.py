@@ -120,7 +120,7 @@ class Target:
                 )
         if self.host_memory is None:
             return problem
-        stored = {w.name: w.nbytes for w in problem.weights if w.packed}
+        stored = {w.name: w.nbytes for w in problem.weights if w.source.compressed}
         large = [(name, stored.get(name, nbytes)) for name, nbytes in self.traced.large]
         return with_drive(problem, for_the_drive(large, self.host_memory))
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.block_kinds import repeats_of
+from chunkflow_compile.frontend.compression import compressible
 from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
 from chunkflow_compile.frontend.module_search import blocks_around
 from chunkflow_compile.frontend.preconditions import (
@@ -60,6 +61,7 @@ from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
@@ -199,6 +201,7 @@ def _compiler(
         chosen=chosen,
         settings=replace(settings, likes=_likes(placement, settings)),
         parameters=parameters,
+        weights={p.name: weights[p.key] for p in parameters},
         index=index,
         device=device,
         min_bytes=min_bytes,
@@ -234,14 +237,15 @@ def _at_open_sizes(
 class _Compiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
 
-    ``index``: of the model around its weights.  ``report``: called with what is being done.  ``room``: bytes of the model's
-    weights that may come to be on the device, None if that is not known.  ``pieces``: bytes of this rank's pieces of weights
-    that other parts of the model read.
+    ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
+    being done.  ``room``: bytes of the model's weights that may come to be on the device, None if that is not known.
+    ``pieces``: bytes of this rank's pieces of weights that other parts of the model read.
     """
 
     chosen: Options
     settings: Settings
     parameters: Sequence[Parameter]
+    weights: Mapping[str, torch.Tensor]
     index: ModelIndex
     device: torch.device
     min_bytes: int
@@ -269,6 +273,9 @@ class _Compiler:
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
+        assert stage.cut is not None
+        if (able := compressible(stage.cut, self.weights)) != stage.cut.packed:
+            stage, folder = make(pieces=packed(stage.cut, able))
         program = stage.program
         assert program is not None and stage.cut is not None
         self._refuse_pieces(program)
@@ -340,7 +347,7 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | frozenset[str]:
     """Which weights a graph is to have packed: all that can be if the option ``wanted`` is True, else those that are, if any
     is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
-    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.is_packed)
+    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.compressed)
     return wanted if wanted is True else packed or wanted
 
 
@@ -349,7 +356,7 @@ def _peers(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]
     any is; else what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
     if placement is None or placement.store.peers is None:
         return {}
-    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
+    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.sharded)
     return {"peers": sharded or placement.peers, "ranks": placement.store.peers.ranks}
 
 
@@ -358,7 +365,7 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuf
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
     others = set(placement.store.buffers) - set(buffers.values())
-    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.pieces is not None)
+    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.source.sharded)
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:

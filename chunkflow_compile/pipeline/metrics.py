@@ -139,8 +139,8 @@ class Metrics:
             "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
             "chunkflow_graph_bytes": sum(arena.graphs.nbytes for arena in arenas),
             "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),
-            "chunkflow_host_bytes": sum(b.nbytes for b in buffers if b.drive is None),
-            "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.drive is not None),
+            "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),
+            "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.source.file),
         }
         goals = [program.code.settings.memory for program in programs]
         if (budget := budget_of(watched.root())) is not None:

@@ -214,7 +214,7 @@ class Placement:
             if todo:
                 give_free_memory_back()
                 name, how = todo[-1][0][0], "came after the model was placed, and such weights do not go to the drive"
-                if raw := [b.name for b in self.store.buffers if b.name in packs and not b.is_packed]:
+                if raw := [b.name for b in self.store.buffers if b.name in packs and not b.compressed]:
                     name, how = raw[0], "has values that cannot be packed"
                 self.store.warn_over_bound(name, how)
 

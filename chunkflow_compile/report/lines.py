@@ -94,7 +94,7 @@ def _regions(cut: Cut, step: Step) -> Iterator[Line]:
             weight = weights.get(node)
             name = "" if weight is None else weight.name
             note = (
-                f"{name}{', packed' * weight.packed}{', in pieces' * (weight.peers > 0)}"
+                f"{name}{', packed' * weight.source.compressed}{', in pieces' * weight.source.sharded}"
                 if weight is not None
                 else name
             )
@@ -143,7 +143,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     program = stage.program
     assert program is not None
     names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-    regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.packed}
+    regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.source.compressed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
     at, computed = 0, False  # the current region; after its evicts, the lines of the next one begin

@@ -92,6 +92,11 @@ class Code:
         return self.cut.on_peers
 
     @property
+    def sources(self) -> Mapping[str, frozenset[str]]:
+        """The names of the weights that are compressed, and of those that are sharded, as fields of :class:`Goal`."""
+        return {"pack": self.packed, "peers": self.on_peers}
+
+    @property
     def verified(self) -> bool:
         """Whether the program was verified, and is to be verified together with others in its arena."""
         return "verify" not in self.settings.disabled

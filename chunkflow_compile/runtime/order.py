@@ -77,7 +77,7 @@ class Order:
             return None
         regions = [[buffers[name] for name in region.weights if name in buffers] for region in problem.regions]
         read = tuple(tuple(sorted(map(id, region))) for region in regions)
-        packed = frozenset(id(buffers[w.name]) for w in problem.weights if w.packed)
+        packed = frozenset(id(buffers[w.name]) for w in problem.weights if w.source.compressed)
         identity = read, packed, tuple((c.kind, c.before, c.until) for c in problem.collectives)
         key = self._keys.get(identity)
         if key is None or not key.alive:

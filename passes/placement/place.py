@@ -17,7 +17,7 @@ from chunkflow_compile.passes.graph.labels import region_labels
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy, Yield
 from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, aligned, runs
-from chunkflow_compile.passes.problem import Problem, Weight
+from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.units import enough, size
 
 from .policies import block_regions, layerwise, next_block_barriers
@@ -243,7 +243,7 @@ class Builder:
             weights.append(
                 WeightPlan(
                     name=weight.name,
-                    home="device" if weight.name not in at else "peers" if weight.peers else "host",
+                    home="device" if weight.name not in at else "peers" if weight.source.sharded else "host",
                     nbytes=weight.nbytes,
                     why=why,
                     offset=at.get(weight.name),
@@ -251,7 +251,7 @@ class Builder:
                     first_use=weight.uses[0] if weight.uses else -1,
                     last_use=weight.uses[-1] if weight.uses else -1,
                     slack_s=None if slack is None or not mine else round(slack, 9),
-                    peers=weight.peers,
+                    source=Source(ranks=weight.source.ranks),
                 )
             )
         plan = Plan(

@@ -89,10 +89,11 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
         expected = weights[weight.name]  # equal digests, so the names are the same
         if weight.nbytes != expected.nbytes:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
-        if weight.peers != expected.peers or weight.home == ("host" if weight.peers else "peers"):
-            where = f"in pieces on {weight.peers} devices" if weight.peers else "in no pieces"
+        ranks, expected_ranks = weight.source.ranks, expected.source.ranks
+        if ranks != expected_ranks or weight.home == ("host" if ranks else "peers"):
+            where = f"in pieces on {ranks} devices" if ranks else "in no pieces"
             _broken(
-                "planned", f"{weight.name} is planned {where} with home {weight.home}, in the model {expected.peers}"
+                "planned", f"{weight.name} is planned {where} with home {weight.home}, in the model {expected_ranks}"
             )
         if weight.home == "device":
             continue

@@ -48,13 +48,13 @@ class Call:
     """A call of a cycle: the regions of a graph, on weights that another call may read too.
 
     ``names``: name of a weight in the graph -> its name in the cycle.  ``keep``: name in the cycle -> why it must stay
-    on the device, for those that the graph could stream.  ``drive``: names in the cycle of those on the drive.
+    on the device, for those that the graph could stream.  ``in_files``: names in the cycle of those in files on the SSD.
     """
 
     cut: Cut
     names: Mapping[str, str]
     keep: Mapping[str, str]
-    drive: frozenset[str] = frozenset()
+    in_files: frozenset[str] = frozenset()
 
     def problem(self) -> Problem:
         """The problem of the graph, with the names of the cycle."""
@@ -74,7 +74,8 @@ class Call:
     def _weight(self, weight: Weight) -> Weight:
         name = self.names[weight.name]
         keep = weight.keep or self.keep.get(name)
-        return replace(weight, name=name, names=(name,), keep=keep, drive=name in self.drive)
+        source = replace(weight.source, file=name in self.in_files)
+        return replace(weight, name=name, names=(name,), keep=keep, source=source)
 
 
 @dataclass(frozen=True)

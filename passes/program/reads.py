@@ -58,7 +58,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     """The violations of a cycle in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
     plan = cycle.plan
     weights = {w.name: w for w in plan.streamed}
-    drive = {w.name for w in cycle.problem.weights if w.drive and w.name in weights} - plan.pulled
+    drive = {w.name for w in cycle.problem.weights if w.source.file and w.name in weights} - plan.pulled
     if not drive:
         return
 

@@ -112,7 +112,7 @@ def test_weights_that_stay_have_no_pieces(traced: Traced) -> None:
     goal = to_peers(cut, 11.0, memory=round(0.75 * cut.problem.total_bytes), chunk_bytes=1 << 18)
     best = choose_cut(traced, goal)
     plan, host, everything = (make_plan(c.problem, goal) for c in (best, cut, on_peers(cut, streamable(cut), 2)))
-    assert {w.name for w in plan.streamed} <= best.on_peers == {w.name for w in plan.weights if w.peers}
+    assert {w.name for w in plan.streamed} <= best.on_peers == {w.name for w in plan.weights if w.source.sharded}
     assert 0 < len(best.on_peers) <= len(streamable(cut)) - 2
     assert all(p.device_bytes <= goal.memory for p in (plan, host, everything))
     steps = [p.predicted.step_s / p.predicted.resident_step_s for p in (plan, everything, host)]
@@ -198,5 +198,5 @@ def test_packed_weights_in_pieces(traced: Traced) -> None:
     both = choose_cut(traced, to_peers(cut, 4.0, pack=True))
     assert both.packed == packable(cut) and both.on_peers
     assert both.problem.piece_bytes == pytest.approx(
-        sum(w.nbytes for w in both.problem.weights if w.peers) / 2, rel=1e-3
+        sum(w.nbytes for w in both.problem.weights if w.source.sharded) / 2, rel=1e-3
     )

@@ -21,7 +21,7 @@ from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Source
 from chunkflow_compile.passes.step import Scheduler
 
 US = 1e-6
@@ -33,7 +33,9 @@ NVLINK = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowd
 def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
     """With pieces of these weights, or of all that may stream, on the devices of the ranks."""
     chosen = set(names) or {w.name for w in found.weights if w.keep is None}
-    return replace(found, weights=tuple(replace(w, peers=ranks * (w.name in chosen)) for w in found.weights))
+    return replace(
+        found, weights=tuple(replace(w, source=Source(ranks=ranks * (w.name in chosen))) for w in found.weights)
+    )
 
 
 def play(found: Problem, windows: dict[str, tuple[int | None, ...]], machine: Hardware = NVLINK) -> Timeline:
@@ -104,14 +106,14 @@ def test_weights_in_host_memory_stay_first() -> None:
 @given(found=small_problems(), ranks=st.integers(2, 5), every=st.integers(1, 2), room=st.integers(0, 6))
 def test_pieces_count_against_memory(found: Problem, ranks: int, every: int, room: int) -> None:
     found = on_devices(found, ranks, *(w.name for w in found.weights[::every]))
-    pieces = sum(piece_bytes(w.nbytes, w.peers) for w in found.weights if w.peers)
+    pieces = sum(piece_bytes(w.nbytes, w.source.ranks) for w in found.weights if w.source.sharded)
     assert found.piece_bytes == pieces > 0
     least = least_memory(found, NVLINK, CHUNK)
     plan = place(found, NVLINK, chunk_bytes=CHUNK, memory=least + room * CHUNK)
     assert plan.piece_bytes == pieces and pieces < plan.device_bytes <= least + room * CHUNK
     for planned, given_ in zip(plan.weights, found.weights, strict=True):
-        assert planned.peers == given_.peers
-        assert planned.home in ("device", "peers" if given_.peers else "host")
+        assert planned.source == given_.source
+        assert planned.home in ("device", "peers" if given_.source.sharded else "host")
         assert (planned in plan.streamed) == (planned.home != "device")
     from_host = sum(plan.streamed_bytes(w) for w in plan.weights if w.home == "host")
     assert 0 <= plan.pulled_bytes <= plan.moved_bytes - from_host
