@@ -8,6 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -302,9 +303,9 @@ def _compile_phase(
     """Compile a placed component and make its calls a phase."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
-    room = max(0, budget.usable - kept_by(budget.phases))
+    expected = replace(chosen.goal, memory=max(0, budget.usable - kept_by(budget.phases)))
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
-    placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, room)
+    placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.expect_eager_reads()
@@ -325,7 +326,7 @@ def _compile_phase(
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
         if compiled_whole(model, options):  # and its first plan may keep as much as it is given
-            placement.aim_for(memory=room)
+            placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 
