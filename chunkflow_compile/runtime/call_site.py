@@ -103,9 +103,9 @@ class CallSite:
         if not self.buffers:
             return self.model, 0
         settings = self.current.code.settings
-        if settings.memory is None:
+        if settings.goal.memory is None:
             return self.model, None
-        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+        return self.model, max(0, settings.goal.memory - settings.outside - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
         """It has run, at this cost."""

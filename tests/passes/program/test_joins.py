@@ -20,6 +20,7 @@ from test_verify import copied
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings, join_loss, make_cycle, stages
 from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
 from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Issued
@@ -186,7 +187,7 @@ def test_joins_are_at_the_ends_of_calls() -> None:
 
 def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None:
     machine = replace(load_profile("h100-pcie-x2"), launch_s=1e-3, h2d_bandwidth=2e7)
-    goal = Settings(hardware=machine, chunk_bytes=4096, memory=1 << 16, joined=True)
+    goal = Settings(hardware=machine, chunk_bytes=4096, goal=Goal(memory=1 << 16), joined=True)
     traced = trace(Stack(4), {"x": torch.randn(4, 8)}, 0)
     *_, stage = stages(traced, goal, verify_each=True)
     assert stage.program is not None and stage.proof is not None
