@@ -138,6 +138,11 @@ def copies(ops: Iterable[Op]) -> Iterator[Copy]:
     return (op for op in ops if isinstance(op, Copy))
 
 
+def marks(ops: Iterable[Op]) -> Step:
+    """What records and awaits events among ops."""
+    return tuple(op for op in ops if isinstance(op, Record | Wait))
+
+
 def order(problem: Problem, plan: Plan) -> Step:
     """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
     return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)

@@ -19,8 +19,8 @@ from chunkflow_compile.weights.host_weight import HostWeight, state_of
 
 from .codes import CurrentCode, bare
 from .cuda_graphs import CaptureLog
-from .instructions import Cost
 from .measurement import KEPT_MEASUREMENTS, StepMeasurement
+from .target import Cost
 from .wrapped_calls import tuple_getter
 
 # Why a weight stays that other calls of the same code stream.

@@ -131,13 +131,18 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
     record_property("counts", f"{mutation.__name__}: {listed(count)}")
 
 
+def named(executor: Executor) -> list[Any]:
+    """The events that the program names."""
+    return executor.state.events[: executor.cycle.events.handover]
+
+
 # The stream that waits for each kind of event, and which event it is.
 EVENTS: dict[str, tuple[str, Callable[[Executor, object], bool]]] = {
-    "openings": ("copy", lambda executor, event: any(event is opening for opening in executor.state.events)),
-    "arrivals": ("compute", lambda executor, event: any(event is arrival for arrival in executor.state.events)),
+    "openings": ("copy", lambda executor, event: any(event is opening for opening in named(executor))),
+    "arrivals": ("compute", lambda executor, event: any(event is arrival for arrival in named(executor))),
     "starts of collectives": ("collective", lambda executor, event: True),
-    "ends of collectives": ("compute", lambda executor, event: event is executor.ended),
-    "handovers": ("copy", lambda executor, event: event is executor.handover),
+    "ends of collectives": ("compute", lambda executor, event: event is executor.target.ended),
+    "handovers": ("copy", lambda executor, event: event is executor.state.events[executor.cycle.events.handover]),
 }
 
 
