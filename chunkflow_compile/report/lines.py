@@ -17,9 +17,10 @@ from chunkflow_compile.passes.graph.discover import input_key
 from chunkflow_compile.passes.graph.listing import node_text, target_name
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
 from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_of, transfer_text
+from chunkflow_compile.passes.order import order
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued
-from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
+from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Run, Start, Step, Wait, transfers
 
 PROOF, INPUTS = "proof", "inputs"
 

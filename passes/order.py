@@ -1,0 +1,201 @@
+"""Order: the step of a problem under a plan.
+
+Order for each region k: the collectives that start before it, each after its barriers; the completions awaited before
+it; the join, if a call ends there; the copies of window k; the waits for the weights that k is the first to read;
+region k; the evicts of the weights that k is the last to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from .names import MOVES, Moves
+from .plan import Barrier, Plan, Windows, runs
+from .problem import Problem, Weight
+from .step import Copy, Evict, Finish, Op, Record, Run, Start, Step, Wait, join, used_lanes
+
+# The place of a copy in the order of issue: window, urgency, weight, first chunk; of resident chunks, before all others.
+_Place = tuple[int, int, int, int]
+# A copy as compute finds it where it waits: its turn and its place.  The turn is 0 for a copy of this step, -1 for one of the
+# step before, and -2 for resident chunks.
+_Newest = tuple[int, _Place]
+
+
+def order(problem: Problem, plan: Plan) -> Step:
+    """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
+    return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+
+
+class _Streamed(NamedTuple):
+    """A weight that may be streamed.  ``position``: in the order of names.  ``kept``: the place of its resident chunks.
+    ``first``, ``last``: the regions that read it first and last."""
+
+    name: str
+    lane: Moves
+    position: int
+    kept: _Place
+    first: int
+    last: int
+    evict: Evict
+
+
+# The place of a copy, and whether it serves the next step.
+_Issued = tuple[_Place, bool]
+
+
+class _Arrival(NamedTuple):
+    """What compute awaits: a copy, by its place, and the weights that are readable then."""
+
+    place: _Place
+    weights: tuple[str, ...]
+
+
+class _Placed(NamedTuple):
+    """``opened``: the copies of each window, in the order of issue.  ``awaited``: for each region that is the first to read
+    weights, their lanes, newest copies and names.  ``evicted``: by the region that reads them last."""
+
+    opened: dict[int, list[tuple[_Place, Copy]]]
+    awaited: dict[int, list[tuple[Moves, _Newest, str]]]
+    evicted: dict[int, list[Evict]]
+
+
+class Scheduler:
+    """Orders the ops of the steps of a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._count = count = len(problem.regions)
+        self._collectives = problem.collectives
+        kept = {w.name: (-1, place, 0, 0) for place, w in enumerate(problem.weights)}
+        used = sorted((w for w in problem.weights if w.uses), key=lambda w: w.name)
+        self._weights = [
+            _Streamed(w.name, _lane(w), i, kept[w.name], w.uses[0], w.uses[-1], Evict(w.name))
+            for i, w in enumerate(used)
+        ]
+        self._lane = {w.name: w.lane for w in self._weights}
+        self._lanes = [lane for lane in MOVES if lane in self._lane.values()]
+        self._runs = [Run(k) for k in range(count)]
+        self._starts: list[list[int]] = [[] for _ in range(count + 1)]
+        self._finishes: list[list[Finish]] = [[] for _ in range(count + 1)]
+        for i, collective in enumerate(problem.collectives):
+            self._starts[collective.before].append(i)
+            self._finishes[collective.until].append(Finish(i))
+
+    def step(
+        self,
+        windows: Mapping[str, Windows],
+        barriers: Iterable[Barrier] = (),
+        joins: Collection[int] = (),
+        *,
+        kept: bool = False,
+    ) -> Step:
+        """The step in which each chunk is copied in its window.
+
+        ``windows``: streamed weight -> the window of each chunk.  ``joins``: as in a Plan.  ``kept``: whether a weight whose
+        chunks all stay in the arena is awaited too, for a cold start.  Within a window, chunks are in the order in which they
+        are needed.  Events are numbered in the order in which the step names them.
+        """
+        placed, starts, finishes = self._place(windows, kept), self._starts, self._finishes
+        read = {k: list(self._read(awaited)) for k, awaited in placed.awaited.items()}
+        names = {b.collective: b.weights for b in barriers}
+        issued = self._issued(placed, windows) if names else {}
+        held = {i: list(self._held(names.get(c.name, ()), c.before, issued)) for i, c in enumerate(self._collectives)}
+        marked = {arrival.place for arrivals in (*read.values(), *held.values()) for arrival in arrivals}
+        used = used_lanes(copy for copies in placed.opened.values() for _, copy in copies) if joins else []
+        events = _Events()
+        ops: list[Op] = []
+        for k in range(self._count + 1):
+            for i in starts[k]:
+                ops += [Wait("compute", events[place], weights) for place, weights in held[i]]
+                ops.append(Start(i))
+            ops += finishes[k]
+            if k in joins:
+                ops += join({lane: events[lane, k] for lane in used})
+            if k in placed.opened:
+                _open(ops, placed.opened[k], marked, events)
+            if k < self._count:
+                ops += [Wait("compute", events[place], weights) for place, weights in read.get(k, ())]
+                ops.append(self._runs[k])
+                ops += placed.evicted.get(k, ())
+        return tuple(ops)
+
+    def _place(self, windows: Mapping[str, Windows], kept: bool) -> _Placed:
+        """``kept``: see :meth:`step`."""
+        count, placed = self._count, _Placed({}, {}, {})
+        for weight in self._weights:
+            newest: _Newest | None = None
+            for first, end, window in runs(windows.get(weight.name, ())):
+                if window is None:
+                    newest = newest or (-2, weight.kept)
+                    continue
+                place = window, (weight.first - window) % count, weight.position, first
+                copy = Copy(weight.lane, weight.name, first, end, window, window > weight.first)
+                placed.opened.setdefault(window, []).append((place, copy))
+                found = (-1 if copy.next_step else 0), place
+                newest = found if newest is None or found > newest else newest
+            if newest is not None and (kept or newest[0] > -2):
+                placed.awaited.setdefault(weight.first, []).append((weight.lane, newest, weight.name))
+                placed.evicted.setdefault(weight.last, []).append(weight.evict)
+        for copies in placed.opened.values():
+            copies.sort()  # by place: no two are equal
+        return placed
+
+    def _read(self, awaited: Sequence[tuple[Moves, _Newest, str]]) -> Iterator[_Arrival]:
+        """What compute awaits before a region that is the first to read these weights: the newest of their copies in each
+        lane."""
+        for lane in self._lanes:
+            if mine := [(newest, name) for moves, newest, name in awaited if moves == lane]:
+                yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
+
+    def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
+        """What compute awaits at a barrier before a region, in the order of its weights, whose lanes may alternate.
+
+        Nothing for a weight of which compute finds no copy that it has not awaited in the step before.
+        """
+        found = {name: max(newest) for name in names if (newest := list(_found(issued.get(name, ()), before)))}
+        for _, run in groupby(found, key=self._lane.__getitem__):
+            mine = [(found[name], name) for name in run]
+            yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
+
+    def _issued(self, placed: _Placed, windows: Mapping[str, Windows]) -> dict[str, list[_Issued]]:
+        """The copies of each weight, and that of its resident chunks."""
+        issued = {w.name: [(w.kept, False)] if None in windows.get(w.name, ()) else [] for w in self._weights}
+        for copies in placed.opened.values():
+            for place, copy in copies:
+                issued[copy.weight].append((place, copy.next_step))
+        return issued
+
+
+def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
+    """The copies that compute finds before a region."""
+    for place, next_step in issued:
+        if place[0] < before:
+            yield (0 if place[0] >= 0 else -2), place
+        elif next_step:
+            yield -1, place
+
+
+def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
+    """Open a window: each lane waits for its opening before its first copy.  ``marked``: the copies that are awaited."""
+    opening, waiting = events[copies[0][1].window], set[Moves]()
+    ops.append(Record("compute", opening))
+    for place, copy in copies:
+        if copy.stream not in waiting:
+            waiting.add(copy.stream)
+            ops.append(Wait(copy.stream, opening))
+        ops.append(copy)
+        if place in marked:
+            ops.append(Record(copy.stream, events[place]))
+
+
+class _Events(dict[object, int]):
+    """The number of the event of a window, of the arrival of a copy (by its place), or of a join."""
+
+    def __missing__(self, what: object) -> int:
+        number = self[what] = len(self)
+        return number
+
+
+def _lane(weight: Weight) -> Moves:
+    return weight.source.lane
