@@ -25,7 +25,7 @@ from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, ma
 from chunkflow_compile.passes.placement import coarsest
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.program.cycle import Call
+from chunkflow_compile.passes.program.cycle import Call, problem_of
 
 WIDTH, LAYERS, BLOCKS = 64, 6, 4
 WEIGHT = 4 * WIDTH * WIDTH
