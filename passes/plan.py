@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from .errors import ChunkflowError
 from .names import Moves
-from .pieces import from_others, piece_bytes
-from .problem import Problem
+from .pieces import from_others
+from .problem import HOST, Problem, Source
 
 SCHEMA = 3
 # Kernels assume that inputs are aligned to 16 bytes; the CUDA allocator aligns every tensor to 256.
@@ -59,8 +59,8 @@ class WeightPlan:
     ``windows``: the window that starts each chunk, None for a resident chunk.  A window is in the step of the readers
     if ``window <= first_use``, otherwise in the step before (wrap-around).  ``first_use`` and ``last_use``: indices of
     the first and last region that read it.  ``slack_s``: predicted seconds from the arrival of its last chunk to its
-    first reader; negative if the reader waits.  ``why``: the reason, as a sentence.  ``peers``: on the devices of how many
-    ranks its pieces lie, also if it has a copy of its own here; 0 if it lies in none.
+    first reader; negative if the reader waits.  ``why``: the reason, as a sentence.  ``source``: across how many
+    ranks it is sharded, also if it stays on the device whole; whether it is compressed or in a file is in the Problem.
     """
 
     name: str
@@ -72,7 +72,7 @@ class WeightPlan:
     first_use: int = -1
     last_use: int = -1
     slack_s: float | None = None
-    peers: int = 0
+    source: Source = HOST
 
     def ahead(self, count: int) -> int:
         """How many windows before its first reader its earliest copy starts; ``count``: windows in a step."""
@@ -188,7 +188,7 @@ class Plan:
     @property
     def piece_bytes(self) -> int:
         """Of them, those of this rank's pieces."""
-        return sum(piece_bytes(w.nbytes, w.peers) for w in self.weights if w.peers)
+        return sum(w.source.shard_bytes(w.nbytes) for w in self.weights)
 
     @property
     def moved_bytes(self) -> int:
@@ -199,7 +199,7 @@ class Plan:
     def pulled_bytes(self) -> int:
         """Of them, those that come from the devices of other ranks."""
         return sum(
-            from_others(*self.span(w, r.first, r.end), w.nbytes, w.peers)
+            from_others(*self.span(w, r.first, r.end), w.nbytes, w.source.ranks)
             for w in self.streamed
             for r in runs(w.windows)
             if w.home == "peers" and r.window is not None
@@ -265,8 +265,8 @@ class Plan:
             if not body[name]:
                 del body[name]
         for weight in body["weights"]:
-            if not weight["peers"]:
-                del weight["peers"]
+            if ranks := weight.pop("source")["ranks"]:
+                weight["peers"] = ranks
         return body
 
     @staticmethod
@@ -283,7 +283,7 @@ class Plan:
             raise ChunkflowError("The plan was edited after it was written (its digest does not match): make it again.")
         del body["schema"]
         body["regions"] = tuple(RegionLabel(*r) for r in body["regions"])
-        body["weights"] = tuple(WeightPlan(**{**w, "windows": tuple(w["windows"])}) for w in body["weights"])
+        body["weights"] = tuple(_weight(**w) for w in body["weights"])
         body["barriers"] = tuple(
             Barrier(collective=b["collective"], weights=tuple(b["weights"])) for b in body["barriers"]
         )
@@ -291,6 +291,10 @@ class Plan:
             spans = tuple(Span(*s) for s in body["predicted"]["spans"])
             body["predicted"] = Prediction(**{**body["predicted"], "spans": spans})
         return Plan(**{**body, "joins": tuple(body.get("joins", ()))})
+
+
+def _weight(*, windows: Sequence[int | None], peers: int = 0, **more: Any) -> WeightPlan:
+    return WeightPlan(windows=tuple(windows), source=Source(ranks=peers), **more)
 
 
 def span_name(weight: str, first: int, end: int) -> str:

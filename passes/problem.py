@@ -9,7 +9,49 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .hardware import Hardware
+from .names import Moves
 from .pieces import piece_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the copies of a weight come from, and in which form.  By default from host memory, as its values.
+
+    ``file``: whether its bytes are in a file on the SSD.  ``values``: bytes of its values if it is compressed (packing.py),
+    else 0.  ``ranks``: the number of ranks across whose devices it is sharded (pieces.py), else 0.
+
+    All combinations occur: the bytes in the file and in the shards are those of the form, and a sharded weight keeps its
+    bytes in host memory or in the file for ops outside programs and for a rank that writes it.
+    """
+
+    file: bool = False
+    values: int = 0
+    ranks: int = 0
+
+    @property
+    def compressed(self) -> bool:
+        return self.values > 0
+
+    @property
+    def sharded(self) -> bool:
+        return self.ranks > 0
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether each copy reads the file first."""
+        return self.file and not self.sharded
+
+    @property
+    def lane(self) -> Moves:
+        return "pull" if self.sharded else "copy"
+
+    def shard_bytes(self, nbytes: int) -> int:
+        """Bytes of this rank's shard of a weight of ``nbytes``."""
+        return piece_bytes(nbytes, self.ranks) if self.sharded else 0
+
+
+# Host memory, not compressed.
+HOST = Source()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +60,16 @@ class Parameter:
 
     ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
     for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
-    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``drive``: whether its bytes are on
-    the drive.  ``packed``: whether they are packed (packing.py); ``packable``: whether they can be, as far as is known.
-    ``peers``: on the devices of how many ranks its pieces lie (pieces.py), 0 if it lies in none.
+    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``compressible``: whether it is
+    compressed or can be, as far as is known.
     """
 
     index: int
     names: tuple[str, ...]
     keep: str | None = None
     inside: str = ""
-    drive: bool = False
-    packed: bool = False
-    packable: bool = True
-    peers: int = 0
+    source: Source = HOST
+    compressible: bool = True
 
     @property
     def key(self) -> tuple[int, str]:
@@ -44,8 +83,7 @@ class Parameter:
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """A parameter as the step sees it.  ``nbytes``: what is stored and copied.  ``uses``: indices of the regions that read
-    it, ascending.  ``drive``: whether its bytes are on the drive.  ``packed``: bytes of its values if they are packed.
-    ``peers``: on the devices of how many ranks its pieces lie, from which it is copied then; 0 if it lies in none."""
+    it, ascending."""
 
     name: str
     names: tuple[str, ...]
@@ -56,9 +94,7 @@ class Weight:
     stride: tuple[int, ...]
     uses: tuple[int, ...]
     keep: str | None
-    drive: bool = False
-    packed: int = 0
-    peers: int = 0
+    source: Source = HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +188,12 @@ class Problem:
     @property
     def unpacked_bytes(self) -> int:
         """Most bytes of values that a region has unpacked at a time, beside the weights: one weight after the other."""
-        return max((w.packed for w in self.weights), default=0)
+        return max((w.source.values for w in self.weights), default=0)
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of this rank's pieces of weights, which its device holds whatever the plan does."""
-        return sum(piece_bytes(w.nbytes, w.peers) for w in self.weights if w.peers)
+        return sum(w.source.shard_bytes(w.nbytes) for w in self.weights)
 
     @property
     def in_blocks(self) -> Problem:
@@ -182,7 +218,9 @@ class Problem:
         """
         regions = tuple((r.block, frozenset(r.weights)) for r in self.regions)
         collectives = tuple((c.kind, c.before, c.until, c.engine) for c in self.collectives)
-        weights = frozenset((w.name, w.nbytes, w.uses, w.keep is None, w.drive, w.peers) for w in self.weights)
+        weights = frozenset(
+            (w.name, w.nbytes, w.uses, w.keep is None, w.source.file, w.source.ranks) for w in self.weights
+        )
         return regions, collectives, weights
 
     @property
@@ -200,11 +238,12 @@ class Problem:
         }
         if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
             body["engines"] = engines
-        if drive := sorted(w.name for w in self.weights if w.drive):
+        # the keys from before there was a source: a digest stays what it was
+        if drive := sorted(w.name for w in self.weights if w.source.file):
             body["drive"] = drive
-        if packed := sorted(w.name for w in self.weights if w.packed):
+        if packed := sorted(w.name for w in self.weights if w.source.compressed):
             body["packed"] = packed
-        if peers := sorted((w.name, w.peers) for w in self.weights if w.peers):
+        if peers := sorted((w.name, w.source.ranks) for w in self.weights if w.source.sharded):
             body["peers"] = peers
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]
 
@@ -219,13 +258,17 @@ class Problem:
         return Problem(
             regions=tuple(_region(**r) for r in body["regions"]),
             collectives=tuple(Collective(**c) for c in body["collectives"]),
-            weights=tuple(Weight(**{**w, **{name: tuple(w[name]) for name in _TUPLES}}) for w in body["weights"]),
+            weights=tuple(_weight(**w) for w in body["weights"]),
             ranks=body["ranks"],
         )
 
 
 # Fields of a weight that are tuples, which JSON has as lists.
 _TUPLES = ("names", "shape", "stride", "uses")
+
+
+def _weight(*, source: Mapping[str, Any], **more: Any) -> Weight:
+    return Weight(source=Source(**source), **{**more, **{name: tuple(more[name]) for name in _TUPLES}})
 
 
 def _region(*, weights: list[str], cost: Mapping[str, Any], **more: Any) -> Region:

@@ -126,6 +126,23 @@ _Place = tuple[int, int, int, int]
 _Newest = tuple[int, _Place]
 
 
+def weights_of(op: Op) -> tuple[str, ...]:
+    """The weights that an op moves, awaits or evicts."""
+    if isinstance(op, Copy | Evict):
+        return (op.weight,)
+    return op.weights if isinstance(op, Wait) else ()
+
+
+def copies(ops: Iterable[Op]) -> Iterator[Copy]:
+    """The copies among ops."""
+    return (op for op in ops if isinstance(op, Copy))
+
+
+def marks(ops: Iterable[Op]) -> Step:
+    """What records and awaits events among ops."""
+    return tuple(op for op in ops if isinstance(op, Record | Wait))
+
+
 def order(problem: Problem, plan: Plan) -> Step:
     """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
     return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
@@ -213,8 +230,10 @@ def prologue(
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(copy)
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
-    waited = {weight: i for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights}
-    if stale or any(i < begin <= evicted.get(weight, -1) for weight, i in waited.items()):
+    # the last wait before the evict is that of the first reader; a barrier may wait for the copies of the next step
+    waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
+    waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
+    if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
         ops += events.join(lanes)
     return tuple(ops)
 
@@ -238,24 +257,20 @@ def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     return arrivals
 
 
-def captured(step: Step, events: CallEvents) -> Step:
+def captured(step: Iterable[Op], events: CallEvents) -> Step:
     """The step of a call in a CUDA graph, which waits for all its copies at its end.
 
     A copy is issued right before compute waits for it.  CUDA runs what follows a join in the lane of that parent which was
-    recorded first, and this keeps compute in one lane.  The order of the copies stays, and what each waits for.  A wait for
-    an event that the call has not recorded is for a copy of an earlier call, and drops out: that call waits for all copies
-    before it ends, and a graph is launched after all copies outside of graphs.
+    recorded first, and this keeps compute in one lane.  The order of the copies stays, and what each waits for.  An event has
+    no mark from before the call, so a wait for one that the call has not recorded, which is for a copy of an earlier call, is
+    over at once: that call waits for all copies before it ends, and a graph is launched after all copies outside of graphs.
     """
-    ops, later, recorded = list[Op](), dict[Stream, list[Op]](), set[int]()
+    ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in step:
-        if isinstance(op, Record):
-            recorded.add(op.event)
         if op.stream in MOVES:
             later.setdefault(op.stream, []).append(op)
             continue
         if isinstance(op, Wait):
-            if op.event not in recorded:
-                continue
             for waiting in later.values():
                 arrived = next((i + 1 for i, op_ in enumerate(waiting) if op_ == Record(op_.stream, op.event)), 0)
                 ops += waiting[:arrived]
@@ -263,7 +278,7 @@ def captured(step: Step, events: CallEvents) -> Step:
         ops.append(op)
     for lane in MOVES:
         ops += later.get(lane, ())
-    return *ops, *events.join(_used(step))
+    return *ops, *events.join(_used(ops))
 
 
 # The transfer ops of a step with their events: those before each region and each start of a collective, and those after each
@@ -468,4 +483,4 @@ class _Events(dict[object, int]):
 
 
 def _lane(weight: Weight) -> Moves:
-    return "pull" if weight.peers else "copy"
+    return weight.source.lane

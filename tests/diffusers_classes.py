@@ -194,7 +194,7 @@ class Trial:
     def streams(self, model: Any) -> bool:
         """Whether what this way is about is among the offloaded weights."""
         if self.way == "packed":
-            return any(buffer.packed is not None for buffer in placement_of(model).store.buffers)  # type: ignore[union-attr]
+            return any(buffer.compressed for buffer in placement_of(model).store.buffers)  # type: ignore[union-attr]
         if self.way in QUANTISERS:
             return any(isinstance(t, HostWeight) and t.dtype in (torch.int8, torch.uint8) for t in leaves_of(model))
         return True

@@ -95,6 +95,6 @@ class CycleBench(Runs):
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights."""
-        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.event_count))
+        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.events.count))
         binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.block_kinds import repeats_of
+from chunkflow_compile.frontend.compression import compressible
 from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
 from chunkflow_compile.frontend.module_search import blocks_around
 from chunkflow_compile.frontend.preconditions import (
@@ -60,12 +61,14 @@ from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.goal import Goal
+from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.names import STAGES, Pack, StageName
+from chunkflow_compile.passes.names import STAGES, OnPeers, Pack, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import Settings, Stage, stages
+from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
@@ -77,7 +80,7 @@ from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, Goal, LoweredRegion, bare
+from chunkflow_compile.runtime.codes import Code, Codes, LoweredRegion, bare, decided
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.units import enough, size
@@ -187,22 +190,25 @@ def _compiler(
         warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
     part = is_part(weights.values(), index.root, min_bytes)
     buffers = {p.name: buffer_of(weights[p.key]) for p in parameters}
+    goal, settings = None if placement is None else placement.goal, chosen.settings()
+    peers, ranks = _peers(placement, buffers)
     settings = replace(
-        chosen.settings(),
-        **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
+        settings,
+        goal=replace(chosen.goal.aimed_at(goal), pack=_pack(chosen.pack, buffers), peers=peers),
+        plan=settings.plan if goal is None else None,
         part=part,
         outside=bytes_outside(index.root, weights.values(), min_bytes, part),
-        pack=_pack(chosen.pack, buffers),
-        **_peers(placement, buffers),
+        ranks=ranks,
     )
     return _Compiler(
         chosen=chosen,
         settings=replace(settings, likes=_likes(placement, settings)),
         parameters=parameters,
+        weights={p.name: weights[p.key] for p in parameters},
         index=index,
         device=device,
         min_bytes=min_bytes,
-        room=None if placement is None else placement.room,
+        expected=None if placement is None else placement.expected,
         pieces=_pieces_elsewhere(placement, buffers) if part else 0,
     )
 
@@ -234,19 +240,20 @@ def _at_open_sizes(
 class _Compiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
 
-    ``index``: of the model around its weights.  ``report``: called with what is being done.  ``room``: bytes of the model's
-    weights that may come to be on the device, None if that is not known.  ``pieces``: bytes of this rank's pieces of weights
-    that other parts of the model read.
+    ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
+    being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
+    this rank's pieces of weights that other parts of the model read.
     """
 
     chosen: Options
     settings: Settings
     parameters: Sequence[Parameter]
+    weights: Mapping[str, torch.Tensor]
     index: ModelIndex
     device: torch.device
     min_bytes: int
     report: Callable[[str], object] = str
-    room: int | None = None
+    expected: Goal | None = None
     pieces: int = 0
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
@@ -258,20 +265,25 @@ class _Compiler:
         chosen, tables = self.chosen, move_tables(aten, self.device)
         repeats = None
         if self.settings.part and self.index.root is not None:
-            room = self.settings.memory or (self.room if self.settings.slowdown is None else None)
-            repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], room)
+            goal = self.settings.goal
+            if goal.memory is None and goal.slowdown is None:
+                goal = goal.aimed_at(self.expected)
+            repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], goal)
         traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
-        budget = self.settings.memory if repeats is None else repeats.memory
-        if self.settings.pack == "auto" and budget is None:
+        if self.settings.goal.pack == "auto" and goal_of_cut(traced, self.settings).memory is None:
             others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
+        assert stage.cut is not None
+        if (able := compressible(stage.cut, self.weights)) != stage.cut.packed:
+            stage, folder = make(pieces=packed(stage.cut, able))
         program = stage.program
         assert program is not None and stage.cut is not None
         self._refuse_pieces(program)
+        settings = replace(self.settings, goal=decided(self.settings.goal, stage.cut))
         with dynamo_timed("chunkflow.lowering"):
             regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
         for note in notes:
@@ -279,7 +291,7 @@ class _Compiler:
         code = Code(
             program=program,
             cut=stage.cut,
-            settings=self.settings,
+            settings=settings,
             regions=regions,
             notes=(*notes, *others),
             make=make,
@@ -290,18 +302,18 @@ class _Compiler:
             poison="poison" in chosen.debugging(),
             cudagraphs=chosen.cudagraphs,
             pin_bytes=chosen.pin_bytes(),
-            advice=partial(_room_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
+            advice=partial(_room_advice, program, chosen, settings.outside, goal=settings.goal),
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
-        codes = Codes(code, traced, Goal.of(chosen.settings(), code.cut))
+        codes = Codes(code, traced, decided(chosen.goal, code.cut))
         moved = HostConstants(self.device, tables)
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
 
     def _refuse_pieces(self, program: Program) -> None:
         """Raise ChunkflowError if the budget has no room for the pieces of the weights of all parts."""
-        memory, chosen = self.settings.memory, self.chosen
+        memory, chosen = self.settings.goal.memory, self.chosen
         if not self.pieces or memory is None:
             return
         outside = self.settings.outside + self.pieces
@@ -340,17 +352,19 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | frozenset[str]:
     """Which weights a graph is to have packed: all that can be if the option ``wanted`` is True, else those that are, if any
     is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
-    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.is_packed)
+    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.compressed)
     return wanted if wanted is True else packed or wanted
 
 
-def _peers(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]) -> Mapping[str, Any]:
-    """Which weights a graph is to have on the devices of the ranks, and how many ranks, as settings: those that are there, if
-    any is; else what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
+def _peers(
+    placement: Placement | None, buffers: Mapping[str, HostBuffer | None]
+) -> tuple[OnPeers | frozenset[str], int]:
+    """Which weights a graph is to have on the devices of the ranks, and how many ranks: those that are there, if any is; else
+    what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
     if placement is None or placement.store.peers is None:
-        return {}
-    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.pieces is not None)
-    return {"peers": sharded or placement.peers, "ranks": placement.store.peers.ranks}
+        return False, 0
+    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.sharded)
+    return sharded or placement.peers, placement.store.peers.ranks
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]) -> int:
@@ -358,20 +372,20 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuf
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
     others = set(placement.store.buffers) - set(buffers.values())
-    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.pieces is not None)
+    return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.source.sharded)
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
     """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
-    if placement is None or settings.policy != "chunkflow" or settings.timings is not None:
+    if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
     return tuple((p.program.problem, p.plan) for p in running if bare(p.code.settings) == bare(settings))
 
 
-def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:
-    """What replan has set for the model of these weights."""
-    return next((p.goal for p in placements_around(parameters.values()) if p.goal), {})
+def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
+    """The goal that replan or a pipeline has set for the model of these weights, None if neither has."""
+    return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 
 def _is_first_compilation() -> bool:
@@ -413,8 +427,8 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
         yield stage
 
 
-def _room_advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:
+def _room_advice(program: Program, chosen: Options, outside: int, goal: Goal) -> str:
     """A sentence on what would fit, for the error when there is no room."""
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)
-    budget = "No budget was given" if memory is None else f"The budget was memory={size(memory)}"
+    budget = "No budget was given" if goal.memory is None else f"The budget was memory={size(goal.memory)}"
     return f"{budget}, and the least that this model runs in is memory={enough(least)!r}. "

@@ -9,19 +9,20 @@ from torch import nn
 
 from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.units import size
+from chunkflow_compile.weights.host_buffer import Form
 
 
 def packing_notes(model: nn.Module) -> tuple[str, ...]:
     """How many weights of a placed model are packed, and why others are not; empty if none is."""
     buffers = [buffer for placement in placements_of(model) for buffer in placement.store.buffers]
-    packed = [buffer for buffer in buffers if buffer.is_packed]
+    packed = [buffer for buffer in buffers if buffer.compressed]
     if not packed:
         return ()
     values, stored = sum(b.host.nbytes for b in packed), sum(b.nbytes for b in packed)
     said = [f"{len(packed)} of {len(buffers)} weights are packed, {size(values)} of them in {size(stored)}"]
-    raw = [buffer for buffer in buffers if not buffer.is_packed]
+    raw = [buffer for buffer in buffers if not buffer.compressed]
     kinds = Counter(str(b.host.dtype).removeprefix("torch.") for b in raw if b.host.dtype is not torch.bfloat16)
     others = [f"{count} of {dtype}" for dtype, count in sorted(kinds.items())]
-    if full := sum(b.host.dtype is torch.bfloat16 and not b.packable for b in raw):
+    if full := sum(b.host.dtype is torch.bfloat16 and b.form is Form.RAW for b in raw):
         others.append(f"{full} of bfloat16 that would not be smaller, or that a program needs raw")
     return ("; ".join([*said, f"raw are {', '.join(others)}"] if others else said),)

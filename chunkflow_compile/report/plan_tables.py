@@ -54,7 +54,7 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
     if peers := peers_sentence(problem):
         rows.append(("in pieces on all GPUs", peers))
         rows.append(("pulled from other ranks", f"{size(plan.pulled_bytes)} per forward"))
-    drive = {w.name: w.nbytes for w in problem.weights if w.drive}
+    drive = {w.name: w.nbytes for w in problem.weights if w.source.file}
     if drive:
         read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
         rows.append(("read from the SSD", f"{size(read)} per forward, of {size(sum(drive.values()))} stored there"))
@@ -64,10 +64,10 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
 
 def packing_sentence(problem: Problem) -> str:
     """How many weights are packed, and their bytes before and after; empty if none is."""
-    packed = [w for w in problem.weights if w.packed]
+    packed = [w for w in problem.weights if w.source.compressed]
     if not packed:
         return ""
-    before, after = sum(w.packed for w in packed), sum(w.nbytes for w in packed)
+    before, after = sum(w.source.values for w in packed), sum(w.nbytes for w in packed)
     return (
         f"{len(packed)} of {len(problem.weights)} weights, {size(before)} in {size(after)}, "
         f"{size(problem.unpacked_bytes)} of values at a time"
@@ -76,12 +76,12 @@ def packing_sentence(problem: Problem) -> str:
 
 def peers_sentence(problem: Problem) -> str:
     """How many weights are in pieces on the GPUs of the ranks, and their bytes; empty if none is."""
-    pieces = [w for w in problem.weights if w.peers]
+    pieces = [w for w in problem.weights if w.source.sharded]
     if not pieces:
         return ""
     total = sum(w.nbytes for w in pieces)
     return (
-        f"{len(pieces)} of {len(problem.weights)} weights, {size(total)} in pieces on {pieces[0].peers} GPUs, "
+        f"{len(pieces)} of {len(problem.weights)} weights, {size(total)} in pieces on {pieces[0].source.ranks} GPUs, "
         f"{size(problem.piece_bytes)} on each"
     )
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_chunks, span_name
-from chunkflow_compile.passes.problem import Problem, Weight
+from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.units import size
 
 from .lanes import Bar, lanes_of
@@ -81,9 +80,9 @@ def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
         begin, end = fine(min(b.start for b in reads)), fine(max(b.end for b in reads))
         facts.append(("SSD", f"reads it from {begin} to {end} of a call"))
     return Story(
-        title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.packed or weight.nbytes)}",
+        title=f"{weight.name}: {weight.dtype}{list(weight.shape)}, {size(weight.source.values or weight.nbytes)}",
         planned=planned,
-        packed=weight.packed > 0,
+        packed=weight.source.compressed,
         facts=tuple(facts),
         copies=tuple(_copies(plan, planned, lanes.lane(plan.lane(weight.name)))),
         changes=tuple(changes),
@@ -119,7 +118,7 @@ def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[
     """The effect of other settings on a weight, with one thing changed in each; none if no plan moves it.
 
     ``ranks``: of the problem."""
-    for what, other in _alternatives(settings, ranks, weight.drive) if weight.keep is None else ():
+    for what, other in _alternatives(settings, ranks, weight.source) if weight.keep is None else ():
         try:
             plan = plan_for(other)
         except ChunkflowError as error:
@@ -135,23 +134,23 @@ def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[
         )
 
 
-def _alternatives(settings: Settings, ranks: int, drive: bool) -> Iterator[tuple[str, Settings]]:
-    """What is changed, and the settings.  ``drive``: whether the weight is there."""
-    if settings.memory is not None:
+def _alternatives(settings: Settings, ranks: int, source: Source) -> Iterator[tuple[str, Settings]]:
+    """What is changed, and the settings.  ``source``: of the weight."""
+    goal = settings.goal
+    if goal.memory is not None:
         for factor in (0.75, 1.25):
-            memory = int(settings.memory * factor)
-            yield f"memory {size(memory)}", replace(settings, memory=memory)
+            memory = int(goal.memory * factor)
+            yield f"memory {size(memory)}", replace(settings, goal=replace(goal, memory=memory))
     else:
-        now = settings.slowdown or DEFAULT_SLOWDOWN
-        for slowdown in (s for s in (1.0, 1.1) if s != now):
-            yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
+        for slowdown in (s for s in (1.0, 1.1) if s != goal.longest):
+            yield f"slowdown {slowdown:g}", replace(settings, goal=replace(goal, slowdown=slowdown))
     machine = settings.hardware
     for factor, said in ((2.0, "PCIe twice as fast"), (0.5, "PCIe half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
     if machine.shared_by(ranks) is not machine:
         faster = replace(machine, host_bandwidth=2 * machine.host_bandwidth)
         yield "host memory twice as fast", replace(settings, hardware=faster)
-    if drive:
+    if source.file:
         faster = replace(machine, drive_bandwidth=2 * machine.drive_bandwidth)
         yield "an SSD twice as fast", replace(settings, hardware=faster)
     if settings.chunk_bytes >= 4 * 256:

@@ -175,13 +175,13 @@ class Arena:
         values |= {name: as_weight(slot, buffers[name].stored) for name, slot in slots.items()}
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
-        hosts = {name: buffers[name].source for name in slots}
+        hosts = {name: buffers[name].bytes for name in slots}
         weights = tuple((name, id(buffers[name])) for name in slots)
         # cycles with the same placement of the same weights share what lies in the memory
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = ArenaContents(self.streams, cycle.event_count)
+            state = self._states[placement] = ArenaContents(self.streams, cycle.events.count)
         return Binding(self, values, slots, hosts, state)
 
     def keep(

@@ -203,7 +203,7 @@ class BoundCycle:
         A weight leaves the drive, and the memory and the devices that ranks share, when it is written.
         """
         buffer = self._buffer(name)
-        now = buffer.source_now
+        now = buffer.bytes_now
         if not isinstance(now, torch.Tensor) or not isinstance(bound, torch.Tensor):
             return now is not bound
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin

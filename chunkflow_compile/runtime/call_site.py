@@ -103,9 +103,9 @@ class CallSite:
         if not self.buffers:
             return self.model, 0
         settings = self.current.code.settings
-        if settings.memory is None:
+        if settings.goal.memory is None:
             return self.model, None
-        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+        return self.model, max(0, settings.goal.memory - settings.outside - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
         """It has run, at this cost."""
@@ -158,8 +158,8 @@ class CallSite:
     def in_cycle(self, names: Mapping[str, str]) -> Call:
         """It as a call of a cycle.  ``names``: of its weights there."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
-        drive = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.drive is not None)
-        return Call(self.code.cut, names, keep, drive)
+        in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
+        return Call(self.code.cut, names, keep, in_files)
 
     def let_go(self) -> None:
         """Hold no weights any more: the program has ended."""

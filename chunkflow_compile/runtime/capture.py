@@ -106,7 +106,7 @@ def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> C
     given = {id(values[position]): position for position in range(len(inputs))}
     before = device.free()
     with device.recording(arena.graphs.pool) as (graph, recorder):
-        cycle, events = target.cycle, [recorder.event() for _ in range(target.cycle.event_count)]
+        cycle, events = target.cycle, [recorder.event() for _ in range(target.cycle.events.count)]
         recorded = Target(program, cycle, target.regions, target.binding, recorder, events, target.poison)
         step = RunningStep(values, Cost(), 0)
         for issue in instructions(recorded, captured(cycle.ops[call], cycle.events), issued(program)):

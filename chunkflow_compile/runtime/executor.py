@@ -16,7 +16,7 @@ from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Moves
-from chunkflow_compile.passes.program.cycle import Cycle, border
+from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program, issued
 
@@ -57,7 +57,7 @@ class Executor:
         self.cycle = cycle = cycle or Cycle.of(program)
         self.call = next(i for i, call in enumerate(cycle.calls) if call is program)
         self.device = device = binding.arena.streams
-        self.state = binding.state or ArenaContents(device, cycle.event_count)
+        self.state = binding.state or ArenaContents(device, cycle.events.count)
         self.target = Target(program, cycle, regions, binding, device, self.state.events, poison)
         self.traffic = self.target.traffic
         self.rewritten: dict[str, int] = {}
@@ -209,7 +209,7 @@ class Executor:
     def _read_order(self) -> ReadOrder:
         """The reads of the drive from this call on."""
         if self._reads is None:
-            reads = reads_from(self.cycle, self.call, border(self.cycle, self.call), self.target.on_drive)
+            reads = reads_from(self.cycle, self.call, self.target.on_drive)
             first, repeated = ([*map(self.target.drive_bytes, ops)] for ops in (reads.first, reads.repeated))
             self._reads = ReadOrder(first, repeated, reads.begin)
         return self._reads

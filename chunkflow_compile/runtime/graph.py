@@ -21,15 +21,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import takes_packed
-from chunkflow_compile.weights.host_buffer import buffer_of, store_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
 from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
 from .call_site import CallSite
-from .codes import Codes, CurrentCode, Sizes
+from .codes import Code, Codes, CurrentCode, Sizes
 from .single_call import SingleCall, bind_program
 from .wrapped_calls import tuple_getter
 
@@ -42,8 +43,8 @@ _Key = tuple[int, int, Sizes]
 # host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
-# Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
-Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
+# Called with the parameters by name.  Returns the goal that replan or a pipeline has set for their model, if either has.
+Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
 class HostConstants:
@@ -183,48 +184,53 @@ class CompiledGraph:
     def _bind(
         self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
     ) -> SingleCall:
-        """A program of the model, whose weights are placed."""
-        return bind_program(CallSite(self._in_form(current, parameters, sizes), parameters), arena)
+        """A program of the model, whose weights are placed.
 
-    def _in_form(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
-        """The code of a model for what its weights are, packed or raw, on the devices of the ranks or not.
+        The weights take the sources that its code wants, once, before they are bound.  What can be compressed was asked
+        before code was lowered for it.  So other code is needed only if the weights are not those of that time: those of
+        another block or model that shares the graph, or written since, with values that do not fit.  If the ranks do not
+        agree on what is sharded, there is another plan, and nothing is lowered.
+        """
+        sources = self._take_sources(current.code, parameters)
+        if sources != current.code.sources:
+            current.adapt(self.codes.code(sizes, self._changed(parameters), **sources))
+        return bind_program(CallSite(current, parameters), arena)
 
-        Before that, weights get the form and the place that it wants.
+    def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
+        """Let weights take the sources that their code wants, as far as they can.  Returns those that they have then, as
+        :attr:`Code.sources`.
 
-        One that several regions read, or that the graph returns, is wanted raw, and raw is what cannot be packed.
+        One that several regions read, or that the graph returns, becomes raw.  Any other that is compressed stays so.
         """
         for store in _stores(parameters.values()):
             if store.exported:
                 store.mark_exported_dirty()  # programs copy what was written before they start
-        able, wanted = takes_packed(self.codes.first.cut), current.code.packed if self._packs else frozenset()
-        forms = set[str]()
-        for name, parameter in parameters.items():
-            if (buffer := buffer_of(parameter)) is None:
-                continue
-            if buffer.is_packed and name not in able:
+        able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
+        buffers = {
+            name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
+        }
+        for name, buffer in buffers.items():
+            if name in wanted:
+                buffer.pack()
+            elif buffer.compressed and name not in able:
                 buffer.unpack()
-            if buffer.is_packed or (name in wanted and buffer.packable and buffer.pack()):
-                forms.add(name)
-        form = {"pack": frozenset(forms), "peers": _shard_across_peers(parameters, current.code.on_peers)}
-        if form != {"pack": current.code.packed, "peers": current.code.on_peers}:
-            current.adapt(self.codes.code(sizes, {**self._changed(parameters), **form}))
-        return current
+        compressed = frozenset(name for name, buffer in buffers.items() if buffer.compressed)
+        return {"pack": compressed, "peers": _shard_across_peers(buffers, code.on_peers)}
 
 
-def _shard_across_peers(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> frozenset[str]:
+def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[str]) -> frozenset[str]:
     """Shard the weights ``wanted`` across the peers of their models, if that is still to do; return the names of all sharded.
 
     All ranks come here in the same order, with the weights that they placed together, also if one wants none of them.  After
     that no rank comes back to wait: not for those that it did not want, nor for a weight that came later.
     """
-    buffers = {name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None}
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
             n: b for n, b in buffers.items() if b.store.peers is peers and peers is not None and b.name in peers.pending
         }
         if todo:
             peers.shard([*todo.values()], {buffer for name, buffer in todo.items() if name in wanted})
-    return frozenset(name for name, buffer in buffers.items() if buffer.pieces is not None)
+    return frozenset(name for name, buffer in buffers.items() if buffer.source.sharded)
 
 
 def _stores(values: Iterable[Any]) -> list[Store]:

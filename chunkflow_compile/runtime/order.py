@@ -70,14 +70,14 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """What a call reads, region by region, with the collectives between; None if the user chose its placement."""
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
-        chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
+        chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         if chosen or "cycle" in settings.disabled or not buffers:
             for cycle in self.cycles_of(call):
                 self.forget(cycle)
             return None
         regions = [[buffers[name] for name in region.weights if name in buffers] for region in problem.regions]
         read = tuple(tuple(sorted(map(id, region))) for region in regions)
-        packed = frozenset(id(buffers[w.name]) for w in problem.weights if w.packed)
+        packed = frozenset(id(buffers[w.name]) for w in problem.weights if w.source.compressed)
         identity = read, packed, tuple((c.kind, c.before, c.until) for c in problem.collectives)
         key = self._keys.get(identity)
         if key is None or not key.alive:

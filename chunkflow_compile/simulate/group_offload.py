@@ -24,7 +24,7 @@ from itertools import pairwise
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.problem import Problem, Weight
+from chunkflow_compile.passes.problem import HOST, Problem, Weight
 from chunkflow_compile.passes.step import Copy, Evict, Op, Record, Run, Scheduler, Wait
 
 from .arms import PlayedStep
@@ -84,5 +84,5 @@ def _groups(problem: Problem, blocks: list[tuple[int, int]]) -> list[list[Weight
     for weight in problem.weights:
         readers = {home.get(k, -1) for k in weight.uses}
         if len(readers) == 1 and (block := readers.pop()) >= 0:
-            groups[block].append(replace(weight, packed=0, peers=0, drive=False))
+            groups[block].append(replace(weight, source=HOST))
     return groups

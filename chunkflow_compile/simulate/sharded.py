@@ -24,7 +24,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Moves, Sharded
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
-from chunkflow_compile.passes.problem import Collective, Problem
+from chunkflow_compile.passes.problem import HOST, Collective, Problem
 from chunkflow_compile.passes.step import Copy, Finish, Op, Run, Scheduler, Start, Step
 
 from .arms import PlayedStep
@@ -56,7 +56,7 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
     )
     some = problem.weights[0]
     copied = tuple(
-        replace(some, name=f"shard_{b}", nbytes=shard, uses=(first,), packed=0, peers=0, drive=False)
+        replace(some, name=f"shard_{b}", nbytes=shard, uses=(first,), source=HOST)
         for b, (first, shard) in enumerate(zip(begins, shards, strict=True))
     )
     played = replace(problem, weights=copied, collectives=(*problem.collectives, *gathers))

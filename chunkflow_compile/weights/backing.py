@@ -33,20 +33,29 @@ class Where(Enum):
 class Backing:
     """Memory of this process alone; of the other places, what differs.
 
-    ``host``: the weight's values there.  ``bytes``: what copies read instead of them, None for nothing.  ``scratch``: whether
-    it is a scratch file.  ``packed``: the packed values that copies read, None where the values are not packed.
+    ``host``: the weight's values there.  ``stored``: what copies read, another tensor if the values are ``compressed``.
+    ``bytes``: those of the file of which that is a mapping, None in memory.
     """
 
+    compressed = False
     bytes: DriveBytes | None = None
-    scratch = False
-    packed: torch.Tensor | None = None
 
-    def __init__(self, host: torch.Tensor) -> None:
+    def __init__(self, host: torch.Tensor, stored: torch.Tensor | None = None) -> None:
         self.host = host
+        self.stored = host if stored is None else stored
 
     @property
     def where(self) -> Where:
         return Where.OWN
+
+    @property
+    def file_bytes(self) -> DriveBytes | None:
+        """The bytes that copies read from the file, None if they read memory."""
+        return self.bytes if self.where is Where.FILE else None
+
+    @property
+    def in_scratch_file(self) -> bool:
+        return self.bytes is not None and self.bytes.file.stamp is None
 
     def check(self) -> None:
         """Raise ChunkflowError if it is a file that has changed: to touch the mapping could kill the process."""
@@ -114,7 +123,6 @@ class FileSlice(Backing):
     def __init__(self, host: torch.Tensor, in_file: DriveBytes) -> None:
         super().__init__(host)
         self.bytes = in_file
-        self.scratch = in_file.file.stamp is None
         self._file = in_file.file
         self._version = host._version
         self._written = False  # past every count

@@ -106,7 +106,9 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
 
 def with_drive(problem: Problem, names: Collection[str]) -> Problem:
     """The problem with the weights of these names on the drive."""
-    return replace(problem, weights=tuple(replace(w, drive=w.name in names) for w in problem.weights))
+    return replace(
+        problem, weights=tuple(replace(w, source=replace(w.source, file=w.name in names)) for w in problem.weights)
+    )
 
 
 def _no_room(where: str, cause: str) -> str:

@@ -11,7 +11,7 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are at on
 * FILE: a private mapping of a checkpoint or of a scratch file, which the loader writes.  Copies read the file itself.
 * FILE_WRITTEN: the same mapping, of which a tensor of a state_dict has written pages, which are this process's now.
 
-Those of a packed weight are in ``HostBuffer.packed``, at one of the first three places; ``host`` is address space without
+Those of a packed weight are in ``HostBuffer.stored``, at one of the first three places; ``host`` is address space without
 pages then, see ``packed.py``.  A write opens it and packs it again; if the values do not fit, the weight is OWN and raw.
 
 :class:`WeightLoader` chooses the first place.  From there bytes move one way, to OWN, at the same address, so that views stay
@@ -35,12 +35,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
@@ -51,9 +53,17 @@ from .mapping import close_pages
 from .packed import Packed
 from .pieces import Pieces
 from .pinning import HostReader, Pins
-from .source import DriveBytes, Source
+from .source import Source as Bytes
 from .staging import GpuStagings
 from .store import Export, Store
+
+
+class Form(Enum):
+    """The form in which the values of a weight are stored."""
+
+    RAW = "raw, for good"
+    COMPRESSIBLE = "raw, and may be compressed"
+    COMPRESSED = "compressed"
 
 
 class Life:
@@ -74,12 +84,11 @@ class HostBuffer:
     gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
     any other.  ``pieces``: those on the devices of the ranks of a node, or None.  ``keeps_pieces``: whether they stay while a
     tensor of a state_dict has the memory, which may write it; copies do not read them then.
-    ``is_packed``: whether ``packed`` has the values; ``packable``: whether :meth:`pack` may pack them, which have whole pages
-    of their own then.
+    ``backing``: where its bytes lie.  ``form``: in which form; one that is compressible has whole pages of its own.
     """
 
     def __init__(
-        self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight", packable: bool = False
+        self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight", compressible: bool = False
     ) -> None:
         self.host = host
         self.written = 0
@@ -89,9 +98,9 @@ class HostBuffer:
         self.fill: Callable[[], None] | None = None
         self.pieces: Pieces | None = None
         self.keeps_pieces = False
-        self._backing = Backing(host) if backing is None else backing  # only _back changes it
-        self.is_packed = self._backing.packed is not None
-        self.packable = packable or self.is_packed
+        self.backing = Backing(host) if backing is None else backing  # only _back changes it
+        raw = Form.COMPRESSIBLE if compressible else Form.RAW
+        self.form = Form.COMPRESSED if self.backing.compressed else raw
         self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
         self._writing = ProcessLock()  # held for a write, longer than the other one
         self._copied_from = weakref.WeakValueDictionary[int, Any]()  # the raw memory, as programs refer to it
@@ -179,47 +188,40 @@ class HostBuffer:
         return self.written + self.host._version + (0 if self._writes is None else self._writes._version)
 
     @property
-    def where(self) -> Where:
-        """The place of the bytes."""
-        return self._backing.where
-
-    @property
-    def scratch(self) -> bool:
-        """Whether the host tensor is a mapping of a scratch file."""
-        return self._backing.scratch
-
-    @property
-    def drive(self) -> DriveBytes | None:
-        """The bytes on the drive, None if the values are in host memory."""
-        return self._backing.bytes if self.where is Where.FILE else None
-
-    @property
-    def packed(self) -> torch.Tensor | None:
-        """The packed values, int32 [Layout.words], None if they are not packed."""
-        return self._backing.packed
+    def compressed(self) -> bool:
+        return self.form is Form.COMPRESSED
 
     @property
     def stored(self) -> torch.Tensor:
-        """What copies to the device read: the packed values, or the host tensor."""
-        return self.host if self.packed is None else self.packed
+        """What copies to the device read: the packed values, int32 [Layout.words], or the host tensor."""
+        return self.backing.stored if self.backing.compressed else self.host
 
     @property
     def source(self) -> Source:
-        """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
-        if self.where is Where.FILE_WRITTEN:
-            self.make_private()
-        return self.source_now
+        """Where programs that start now copy it from, and in which form."""
+        return Source(
+            file=self.backing.file_bytes is not None,
+            values=self.host.nbytes if self.compressed else 0,
+            ranks=0 if self.pieces is None else len(self.pieces.held),
+        )
 
     @property
-    def source_now(self) -> Source:
+    def bytes(self) -> Bytes:
+        """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
+        if self.backing.where is Where.FILE_WRITTEN:
+            self.make_private()
+        return self.bytes_now
+
+    @property
+    def bytes_now(self) -> Bytes:
         """The same, unless the weight was written unseen.  What was written is no longer what the pieces have."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
         if not self.keeps_pieces:
             self.pieces = None
-        if self.drive is not None:
-            return self.drive
-        if self.is_packed or not self.host.nbytes:
+        if (in_file := self.backing.file_bytes) is not None:
+            return in_file
+        if self.compressed or not self.host.nbytes:
             return flat_bytes(self.stored)
         place = place_of(self.host)
         self._copied_from[id(place)] = place
@@ -261,7 +263,7 @@ class HostBuffer:
 
         That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
         """
-        self._backing.check()
+        self.backing.check()
 
     def read(self, nbytes: int) -> None:
         """An op outside programs reads the values."""
@@ -281,7 +283,7 @@ class HostBuffer:
         """
         self.check()
         with self._lock():
-            backing = self._backing
+            backing = self.backing
             if not isinstance(backing, Packed) or backing.is_open_here:
                 with unset_fake_temporarily():
                     return view.detach()
@@ -299,19 +301,19 @@ class HostBuffer:
         Of memory that other ranks read it is a copy.  Raises ChunkflowError if there is no room.
         """
         self.check()
-        backing = self._backing
+        backing = self.backing
         if isinstance(backing, Packed):
             with self._writing():
-                if backing is not self._backing:
+                if backing is not self.backing:
                     return self.export_view(view)
                 exported = part_of(backing.exported(self.name), view)
             if self._store is not None:
                 self._store.exported[Export(weakref.ref(exported.untyped_storage()), weakref.ref(self))] = None
             return exported
         exported = backing.view_to_write(view)
-        if backing is not self._backing:  # another thread has written it
+        if backing is not self.backing:  # another thread has written it
             return self.export_view(view)
-        if self._store is not None and self.where is not Where.SHARED:
+        if self._store is not None and self.backing.where is not Where.SHARED:
             self._store.exported[Export(weakref.ref(exported), weakref.ref(self))] = None
         return exported
 
@@ -343,8 +345,8 @@ class HostBuffer:
         Returns whether programs may have copied older values.  Raises as :meth:`write`.
         """
         self.keeps_pieces = True
-        changed = self._backing.settle()
-        if changed and self.is_packed:
+        changed = self.backing.settle()
+        if changed and self.compressed:
             with self.write():
                 pass
         self.written += changed
@@ -370,7 +372,7 @@ class HostBuffer:
                 self.on_storage_replaced()
             else:
                 self.make_private()
-            backing = self._backing
+            backing = self.backing
             if leaves or not isinstance(backing, Packed) or backing.is_open_here:
                 yield
                 return
@@ -390,15 +392,15 @@ class HostBuffer:
         They cannot be if too many escape, if another tensor or array has the memory, such as one of a state_dict, or if there
         is no room for a moment.  Holds up programs as :meth:`write`.
         """
-        if self.is_packed or not self.packable:
-            return self.is_packed
+        if self.form is not Form.COMPRESSIBLE:
+            return self.compressed
         with self._quiet():
             self.sync_copies()
-            raw = self._backing
+            raw = self.backing
             if self._used and self._store is not None:
                 self._store.end_programs()  # they refer to what they copy
-            self.packable = self.fill is None and not self._used and raw.where is Where.OWN
-            packed = Packed.of(self.host) if self.packable else None
+            able = self.fill is None and not self._used and raw.where is Where.OWN
+            packed = Packed.of(self.host) if able else None
             if packed is not None:
                 self.unpin()
                 self._back(packed)
@@ -406,8 +408,9 @@ class HostBuffer:
                     self._back(raw)
                 else:
                     close_pages(self.host)
-            self.packable = self.is_packed
-        return self.is_packed
+            if packed is None:
+                self.form = Form.RAW
+        return self.compressed
 
     def unpack(self, leaves: bool = False, lazily: bool = False) -> None:
         """Let the weight be raw from now on, at the same address.  Holds up programs as :meth:`write`.
@@ -417,7 +420,7 @@ class HostBuffer:
         """
         with self._quiet():
             self.sync_copies()
-            backing = self._backing
+            backing = self.backing
             if isinstance(backing, Packed):
                 self.check()
                 try:
@@ -427,22 +430,22 @@ class HostBuffer:
                         self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
-            self.packable = False
+            self.form = Form.RAW
 
     def _become_raw(self) -> None:
         """The pages of a packed weight stay open."""
-        if isinstance(self._backing, Packed):
-            self._backing.own()
+        if isinstance(self.backing, Packed):
+            self.backing.own()
         self._back(Backing(self.host))
         self.unpin()
-        self.packable = False
 
     def _back(self, backing: Backing) -> None:
         """Have the bytes there from now on."""
         with self._lock():
-            if self.is_packed != (backing.packed is not None):
-                self.is_packed, self._resident, self.pieces = not self.is_packed, None, None
-            self._backing = backing
+            if self.compressed != backing.compressed:
+                self.form = Form.COMPRESSED if backing.compressed else Form.RAW
+                self._resident, self.pieces = None, None
+            self.backing = backing
 
     @property
     def _used(self) -> bool:
@@ -455,11 +458,11 @@ class HostBuffer:
 
         False where the weight has only a part of its storage: the other parts have users of their own.
         """
-        return not self.is_packed and self._is_whole and uses(self.host) > self._uses
+        return not self.compressed and self._is_whole and uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""
-        if self._store is not None and self.drive is not None:
+        if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
@@ -468,13 +471,13 @@ class HostBuffer:
 
         ``lazily``: where there is no room, a page takes memory when it is written.  Raises ChunkflowError as :meth:`write`.
         """
-        if (before := self.where) is Where.OWN:
+        if (before := self.backing.where) is Where.OWN:
             return
         self.check()
         if before is Where.SHARED:
             self.unpin()  # the pages that a device reads are those at the address when they were pinned
             self.written += 1  # programs pin it again, also if there is no memory
-        self._back(self._backing.make_private(self.name, lazily))
+        self._back(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")
 
@@ -483,7 +486,7 @@ class HostBuffer:
 
         Raises ChunkflowError if they are on the drive, and there is no room.
         """
-        if self.drive is not None and (cause := no_room(nbytes)) is not None:
+        if self.backing.file_bytes is not None and (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
                 f"{self.name} is on the drive, and a copy of it ({size(nbytes)}) finds no room in host memory: {cause}. Free "
                 "host memory, or load the model once more, or in another dtype, with host_memory=."
@@ -496,7 +499,7 @@ class HostBuffer:
     @property
     def should_pin(self) -> bool:
         """Whether there is host memory to pin, and it is not pinned."""
-        return not self.pinned and self.store.pins and isinstance(self.source_now, torch.Tensor)
+        return not self.pinned and self.store.pins and isinstance(self.bytes_now, torch.Tensor)
 
     def pin(self, device: HostReader, fits: bool = True) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.
@@ -506,12 +509,12 @@ class HostBuffer:
         self._pins.add(device)
         if not self.should_pin:
             return
-        if self.where is Where.FILE_WRITTEN:
+        if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()  # the pages must not change under a device
         if not fits:
             return
         try:
-            self._pins.pin(self.stored, device, self, again=self.where is Where.SHARED)
+            self._pins.pin(self.stored, device, self, again=self.backing.where is Where.SHARED)
         except OSError as error:
             self.store.disable_pinning(self, str(error))
 

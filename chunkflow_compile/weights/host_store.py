@@ -116,7 +116,7 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
                 buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
-                if buffer.is_packed and not same_place(tensor.host, buffer.host):
+                if buffer.compressed and not same_place(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
@@ -188,12 +188,12 @@ class HostStore:
                     if (
                         error is not None and target.type == "cpu"
                     ):  # there may be no room, which may be why the move has failed
-                        if buffer.is_packed:
+                        if buffer.compressed:
                             buffer.unpack(leaves=True, lazily=True)
-                        elif buffer.where is Where.SHARED:
+                        elif buffer.backing.where is Where.SHARED:
                             buffer.make_private(lazily=True)
                     give_back(weight, target, stagings)
-                elif buffer.is_packed:
+                elif buffer.compressed:
                     buffer.unpack(leaves=True)
                 buffer.unpin()  # not sooner: pinned memory is copied faster
                 buffer.leave()
@@ -229,7 +229,7 @@ class HostStore:
                 if export not in kept:
                     self.exported.pop(export, None)
             if kept:
-                slow |= changed and not buffer.is_packed
+                slow |= changed and not buffer.compressed
             else:
                 buffer.regain_pieces(None if self.peers is None else self.peers.same)
         if slow and not self._warned_of_exported:
@@ -307,7 +307,7 @@ class HostStore:
     @property
     def held_bytes(self) -> int:
         """Those of weights in host memory."""
-        return sum(h.nbytes for h in self.buffers if h.drive is None)
+        return sum(h.nbytes for h in self.buffers if not h.source.file)
 
     def warn_over_bound(self, name: str, how: str, more: int = 0) -> None:
         """A weight is in host memory now, or is going to take ``more`` bytes of it.  Warns once if all of them then take more
@@ -387,7 +387,7 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
     for buffer in todo:
         if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
             buffer.store.disable_pinning(buffer, rooms[buffer.store].why)
-    return all(buffer.pinned or isinstance(buffer.source_now, Pieces) for buffer in buffers)
+    return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)
 
 
 @contextlib.contextmanager
@@ -409,11 +409,11 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         buffer.check()
         if device.type == "cpu":
-            if buffer.is_packed:
+            if buffer.compressed:
                 buffer.unpack(leaves=True)
-            if buffer.where is Where.SHARED:
+            if buffer.backing.where is Where.SHARED:
                 buffer.make_private()  # an ordinary tensor may be written at any time
-            if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
+            if buffer.backing.in_scratch_file and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
                     f"There is no room in host memory for {buffer.name} ({size(weight.host.nbytes)}): {cause}. It and the "
                     "weights not restored yet stay where they are. Free host memory and call restore again."
@@ -421,7 +421,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
         with no_room_for(buffer.name, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             values = weight.host if device.type == "cpu" else weight.values_on_host
-            plain = stagings.brought(values, device, copy=buffer.scratch)
+            plain = stagings.brought(values, device, copy=buffer.backing.in_scratch_file)
         grad = buffer.grad if buffer.is_of(weight) else None
         become(weight, weight.plain(plain))
         weight.__dict__.pop("life", None)

@@ -172,7 +172,7 @@ class HostWeight(torch.Tensor):
     @property
     def is_only_user(self) -> bool:
         """Whether no view and no other weight has its memory, which is raw and all of its storage."""
-        return not self.buffer.is_packed and self.buffer.is_only_used_by(self.host)
+        return not self.buffer.compressed and self.buffer.is_only_used_by(self.host)
 
     @property
     def values_on_host(self) -> torch.Tensor:
@@ -183,7 +183,7 @@ class HostWeight(torch.Tensor):
     def raw_host(self) -> torch.Tensor:
         """The host memory, for the code of other compilers, which may write it past every op: a packed weight is raw from
         then on.  A trace does not touch it."""
-        if self.buffer.is_packed and detect_fake_mode() is None:
+        if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
 
@@ -227,7 +227,7 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor on the CPU."""
-        read = self.buffer.export_view if self.buffer.is_packed else self.buffer.values  # a copy may be on the drive
+        read = self.buffer.export_view if self.buffer.compressed else self.buffer.values  # a copy may be on the drive
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
@@ -373,7 +373,7 @@ def _is_for_us() -> bool:
 
 # The buffer of a weight, its form, and the counts of which its ``writes`` is the sum: for what compares many weights in every
 # call.  AttributeError for a tensor that is in no store.
-state_of = attrgetter("buffer", "buffer.is_packed", "life.in_store", "buffer.written", "host._version", "_version")
+state_of = attrgetter("buffer", "buffer.form", "life.in_store", "buffer.written", "host._version", "_version")
 
 
 def with_index(device: torch.device) -> torch.device:

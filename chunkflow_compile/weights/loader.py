@@ -10,6 +10,8 @@ from itertools import pairwise
 
 import torch
 
+from chunkflow_compile.passes.problem import Source
+
 from .backing import Backing, FileSlice
 from .bytes import alias, ordinary
 from .checkpoint import CheckpointReader, Mappings
@@ -73,7 +75,9 @@ class WeightLoader:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
-            read = [w.name for w in self._weights.values() if w.packs and w.part is not None and self._writes(w)]
+            read = [
+                w.name for w in self._weights.values() if w.source.compressed and w.part is not None and self._writes(w)
+            ]
             self._after = dict(pairwise(read))
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
@@ -105,7 +109,7 @@ class WeightLoader:
         """
         weight, values = self._weights[name], alias(tensor)
         if weight.stays:
-            if weight.drive and weight.part is not None:
+            if weight.source.file and weight.part is not None:
                 weight.part.file.check()
                 return HostBuffer(values, FileSlice(values, weight.part))
             return HostBuffer(ordinary(values))
@@ -114,9 +118,9 @@ class WeightLoader:
         self._take(weight)
         if self._shared is None or name not in self._shared:
             return self._private(weight, values)
-        if weight.drive:
+        if weight.source.file:
             self._shared.keep(name, self._stored(weight, values))
-        elif weight.packs:
+        elif weight.source.compressed:
             self._pack(self._shared.backing(name).host, weight, values)
         else:
             self._fill(self._shared.backing(name).host, weight, values)
@@ -145,29 +149,29 @@ class WeightLoader:
     def _joined(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """The memory of a weight that ranks share and have written; of its own if it could not be packed."""
         backing = shared.backing(weight.name)
-        if weight.packs and not fits(backing.host):
-            return self._unplanned(replace(weight, packs=False), values)  # raw on all ranks
+        if weight.source.compressed and not fits(backing.host):
+            return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)  # raw on all ranks
         self._kept.add(weight.name)
-        if weight.packs:
+        if weight.source.compressed:
             backing = Packed(address_space(weight.like), backing)
         return HostBuffer(backing.host, backing)
 
     def _unplanned(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """Memory of this rank for a weight that others share.  Raises ChunkflowError if there is no room."""
-        if not weight.drive:
-            check_room(weight.takes + weight.for_a_moment if weight.packs else weight.takes)
+        if not weight.source.file:
+            check_room(weight.takes + weight.for_a_moment if weight.source.compressed else weight.takes)
         return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """Memory of this rank, or a part of its own scratch file, with the values of a weight."""
         filled = self._filled(weight, values)
-        packed = empty_pages(weight.stored) if weight.packs else None
+        packed = empty_pages(weight.stored) if weight.source.compressed else None
         if packed is None or not pack_into(packed, filled, self._cpus):
-            kept = self._scratch.keep(filled) if weight.drive else Backing(filled)
+            kept = self._scratch.keep(filled) if weight.source.file else Backing(filled)
         else:
             close_pages(filled)
-            kept = Packed(filled, self._scratch.keep(packed) if weight.drive else Backing(packed))
-        return HostBuffer(kept.host, kept, packable=weight.name in self._packable)
+            kept = Packed(filled, self._scratch.keep(packed) if weight.source.file else Backing(packed))
+        return HostBuffer(kept.host, kept, compressible=weight.name in self._packable)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
@@ -180,15 +184,15 @@ class WeightLoader:
 
     def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = alias(tensor), self._dtype_of(name, tensor)
-        drive, packs = name in self._on_drive, name in self._packs
-        same = dtype == values.dtype and not packs
+        like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
+        source = Source(file=name in self._on_drive, values=like.nbytes if name in self._packs else 0)
+        same = dtype == values.dtype and not source.compressed
         stays = same and not (self._pages or name in self._packable) and values.device.type == "cpu"
         part = None if stays else self._mappings.part(values)
-        stays = stays or (same and drive and part is not None and not values.is_inference())
+        stays = stays or (same and source.file and part is not None and not values.is_inference())
         frees = values.nbytes if values.device.type == "cpu" and part is None else 0
         shard = self._shards.get(name)
-        like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
-        return LoadRequest(name, like, values.dtype, part, drive, stays, frees, shard, packs)
+        return LoadRequest(name, like, values.dtype, part, source, stays, frees, shard)
 
     def _writes(self, weight: LoadRequest) -> bool:
         """Whether this rank writes a weight, for itself or for all."""
@@ -196,7 +200,7 @@ class WeightLoader:
         return not weight.stays and (shared is None or weight.name not in shared or weight.name in shared.writes)
 
     def _takes_memory(self, weight: LoadRequest) -> bool:
-        return not weight.drive and self._writes(weight)
+        return not weight.source.file and self._writes(weight)
 
     def _take(self, weight: LoadRequest) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
@@ -209,7 +213,7 @@ class WeightLoader:
 
     def _stored(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
         """Pages with what is stored of a weight."""
-        if not weight.packs:
+        if not weight.source.compressed:
             return self._filled(weight, values)
         packed = empty_pages(weight.stored)
         self._pack(packed, weight, values)
@@ -248,7 +252,7 @@ class WeightLoader:
     def _scratch(self) -> Scratch:
         """That of this rank."""
         shared = self._shared or ()
-        own = [w for w in self._weights.values() if w.drive and not w.stays and w.name not in shared]
+        own = [w for w in self._weights.values() if w.source.file and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property

@@ -52,11 +52,11 @@ class Packed(Backing):
     one at a time: the caller of :meth:`open`, :meth:`opened` and :meth:`exported` excludes other threads.
     """
 
-    packed: torch.Tensor
+    compressed = True
 
     def __init__(self, host: torch.Tensor, inner: Backing) -> None:
-        super().__init__(host)
-        self.packed, self.bytes, self.scratch = inner.host, inner.bytes, inner.scratch
+        super().__init__(host, inner.host)
+        self.bytes = inner.bytes
         self._inner = inner
         self._writer: tuple[int, int] | None = None  # the process and the thread that have opened it
         self._lock = ProcessLock()  # no other thread reads bytes that are being packed, or pages that are being closed
@@ -92,14 +92,14 @@ class Packed(Backing):
 
     def make_private(self, name: str, lazily: bool = False) -> Backing:
         self._inner = self._inner.make_private(name, lazily)
-        self.bytes, self.scratch = self._inner.bytes, self._inner.scratch
+        self.bytes = self._inner.bytes
         return self
 
     def read(self, name: str) -> torch.Tensor:
         """The values, in new host memory.  Raises ChunkflowError if there is no room."""
         with self._lock():
             in_pages = not self._whole or (self._exported is not None and not self.is_open)
-            return self._copied(name) if in_pages else unpacked(name, self.packed, self.host)
+            return self._copied(name) if in_pages else unpacked(name, self.stored, self.host)
 
     def _copied(self, name: str) -> torch.Tensor:
         """A copy of the open pages.  Raises ChunkflowError if there is no room."""
@@ -165,7 +165,7 @@ class Packed(Backing):
                 return False
             if no_room(self.host.nbytes) is not None:  # to pack them once more takes no memory
                 return True
-            return not same_bits(unpacked("a weight", self.packed, self.host), self.host)
+            return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
 
     def _close(self) -> None:
         self._exported = None
@@ -183,7 +183,7 @@ class Packed(Backing):
         finally:
             with self._lock():
                 self._whole = False
-                self._whole = pack_into(self.packed, self.host)
+                self._whole = pack_into(self.stored, self.host)
                 if self._whole:
                     self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
                     if self._exported is None or self._exported() is None:
@@ -206,7 +206,7 @@ class Packed(Backing):
         opened = False
         try:
             with _threads(self.host.numel()) as run:
-                unpack_into(self.packed, self.host.data, run)  # no write that anybody counts
+                unpack_into(self.stored, self.host.data, run)  # no write that anybody counts
             self._writer, opened = _this_thread(), True
         finally:
             if not opened:

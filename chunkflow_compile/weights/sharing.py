@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.units import size
 
 from .backing import Backing, SharedMemory
@@ -44,8 +45,8 @@ class LoadRequest:
     """A weight to place: its name, and the part of a file that it is, if it is one.
 
     ``like``: its shape, strides and dtype from then on, as a tensor without memory.  ``read_as``: its dtype now.
-    ``packs``: whether its values are to be packed.
-    ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
+    ``source``: where its bytes are to be, and in which form.  ``stays``: whether it keeps its memory, or its place in a file
+    on the drive.
     ``frees``: bytes that its present memory gives back.  ``shard``: which part of a weight it is, None for a whole one.
     """
 
@@ -53,16 +54,15 @@ class LoadRequest:
     like: torch.Tensor
     read_as: torch.dtype
     part: DriveBytes | None
-    drive: bool
+    source: Source
     stays: bool
     frees: int = 0
     shard: tuple[int, ...] | None = None
-    packs: bool = False
 
     @property
     def stored(self) -> torch.Tensor:
         """What is stored of it, as a tensor without memory."""
-        return packed_like(self.like) if self.packs else self.like
+        return packed_like(self.like) if self.source.compressed else self.like
 
     @property
     def takes(self) -> int:
@@ -72,7 +72,7 @@ class LoadRequest:
     @property
     def for_a_moment(self) -> int:
         """Bytes that it takes besides, while it is placed: of a packed one its values, and those of the next."""
-        return min(self.nbytes, self.frees) + (2 * self.like.nbytes if self.packs else 0)
+        return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +82,10 @@ class LoadRequest:
     def kind(self) -> str:
         """Equal on ranks that can share it."""
         shape, strides = [*self.like.shape], [*self.like.stride()]
-        return repr((self.name, shape, strides, self.like.dtype, self.drive, self.shard and [*self.shard], self.packs))
+        return repr((self.name, shape, strides, self.like.dtype, self.shard and [*self.shard], self.source))
 
     @property
-    def source(self) -> list[Any] | None:
+    def origin(self) -> list[Any] | None:
         """The part of a file that it is, and how it is read, as JSON holds it; equal on two ranks if its values are."""
         if (part := self.part) is None:
             return None
@@ -108,7 +108,7 @@ class SharedPages:
         self._wanted = {w.name: w for w in wanted}
         mine = {w.kind: w for w in wanted}
         whole = sum(w.shard is None for w in wanted)  # which ranks are expected to have in common
-        reports = node.gather([whole, [(kind, w.source) for kind, w in mine.items()]])
+        reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
         # in the order of the first rank; a weight of other sizes elsewhere, or of some ranks only, stays private
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
@@ -124,9 +124,9 @@ class SharedPages:
         first, *others = sources
         self._in_one_file = {mine[k].name for k in kinds if first[k] and all(each[k] == first[k] for each in others)}
         self.writes = self._assigned(common)
-        if memory := [w for w in common if not w.drive]:
+        if memory := [w for w in common if not w.source.file]:
             self._share_memory(memory)
-        if drive := [w for w in common if w.drive]:
+        if drive := [w for w in common if w.source.file]:
             self._share_file(drive)
 
     def __contains__(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class SharedPages:
         it writes to the drive.
         """
         ranks, done = self._node.ranks, 0
-        split = {w.name for w in weights if w.name in self._in_one_file and not w.drive}
+        split = {w.name for w in weights if w.name in self._in_one_file and not w.source.file}
         total = sum(w.nbytes for w in weights if w.name in split)
         writers = dict[str, int]()
         for weight in weights:
@@ -196,10 +196,11 @@ class SharedPages:
         """Whether ``values`` are those that were written for a weight."""
         written, weight = self.backing(name).host, self._wanted[name]
         equal = name in self.writes or name in self._in_one_file
-        if not equal and weight.packs and fits(written):
+        if not equal and weight.source.compressed and fits(written):
             equal = _same_bytes(unpacked(name, written, weight.like), values)
         elif not equal:
-            equal = weight.packs or _same_bytes(written, values)  # each rank has its own of one that does not fit
+            # each rank has its own of one that does not fit
+            equal = weight.source.compressed or _same_bytes(written, values)
         if not equal:
             self._differ.append(name)
         return equal

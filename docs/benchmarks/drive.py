@@ -123,7 +123,7 @@ def main() -> None:
 def read_so_far(model: nn.Module) -> int:
     """Bytes that were read from the SSD."""
     buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
-    return sum(file.read_bytes for file in {buffer.drive.file for buffer in buffers if buffer.drive is not None})
+    return sum(file.read_bytes for file in {buffer.backing.bytes.file for buffer in buffers if buffer.source.file})
 
 
 def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class DiscoveredWeight:
     parameter: Parameter
     node: Node
     keep: str | None
+
+    def with_source(self, **changed: Any) -> DiscoveredWeight:
+        """The same weight with these fields of its source changed."""
+        return replace(self, parameter=replace(self.parameter, source=replace(self.parameter.source, **changed)))
 
 
 @dataclass(frozen=True)

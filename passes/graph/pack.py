@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from chunkflow_compile.passes.packing import UNPACK, Layout, can_pack
 from chunkflow_compile.passes.problem import Region, RegionCost
 
+from .discover import nbytes
 from .keys import structural_key
 from .regions import Cut, CutRegion, cost_at, problem_at
 
@@ -34,7 +35,7 @@ def takes_packed(cut: Cut) -> frozenset[str]:
 
 def packable(cut: Cut) -> frozenset[str]:
     """Those of :func:`takes_packed` that are packed, or can be where they lie."""
-    return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.packable}
+    return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.compressible}
 
 
 def packed(cut: Cut, names: Collection[str]) -> Cut:
@@ -43,8 +44,8 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
     if not names:
         return cut
     traced = cut.traced
-    nodes = {w.node for w in cut.discovery.weights if w.parameter.name in names}
-    weights = tuple(replace(w, parameter=replace(w.parameter, packed=w.node in nodes)) for w in cut.discovery.weights)
+    nodes = {w.node: nbytes(w.node) for w in cut.discovery.weights if w.parameter.name in names}
+    weights = tuple(w.with_source(values=nodes.get(w.node, 0)) for w in cut.discovery.weights)
     discovery = replace(cut.discovery, weights=weights)
     done: dict[object, tuple[GraphModule, str, RegionCost]] = {}
     regions = dict[str, CutRegion]()

@@ -21,14 +21,11 @@ def streamable(cut: Cut) -> frozenset[str]:
 
 def on_peers(cut: Cut, names: Collection[str], ranks: int) -> Cut:
     """The cut with pieces of these weights on the devices of so many ranks, and of no others."""
-    known = {w.name for w in cut.problem.weights if w.peers}
-    if set(names) == known and all(w.peers == ranks for w in cut.problem.weights if w.peers):
+    sharded = dict.fromkeys(names, ranks)
+    if {w.name: w.source.ranks for w in cut.problem.weights if w.source.sharded} == sharded:
         return cut
-    peers = dict.fromkeys(names, ranks)
-    found = tuple(
-        replace(w, parameter=replace(w.parameter, peers=peers.get(w.parameter.name, 0))) for w in cut.discovery.weights
-    )
-    weights = tuple(replace(w, peers=peers.get(w.name, 0)) for w in cut.problem.weights)
+    found = tuple(w.with_source(ranks=sharded.get(w.parameter.name, 0)) for w in cut.discovery.weights)
+    weights = tuple(replace(w, source=replace(w.source, ranks=sharded.get(w.name, 0))) for w in cut.problem.weights)
     return replace(
         cut,
         discovery=replace(cut.discovery, weights=found),

@@ -81,12 +81,12 @@ class Cut:
     @property
     def packed(self) -> frozenset[str]:
         """The names of the packed weights."""
-        return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.packed)
+        return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.compressed)
 
     @property
     def on_peers(self) -> frozenset[str]:
         """The names of the weights that lie in pieces on the devices of the ranks."""
-        return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.peers)
+        return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs are other ones."""
@@ -383,22 +383,19 @@ def problem_at(
             readers.setdefault(name, []).append(region.index)
     weights = []
     for discovered in discovery.weights:
-        value, packed = discovered.node.meta["val"], discovered.parameter.packed
-        raw = nbytes(discovered.node)
+        value, source = discovered.node.meta["val"], discovered.parameter.source
         weights.append(
             Weight(
                 name=discovered.parameter.name,
                 names=discovered.parameter.names,
                 index=discovered.parameter.index,
-                nbytes=Layout.of(value.numel()).nbytes if packed else raw,
+                nbytes=Layout.of(value.numel()).nbytes if source.compressed else nbytes(discovered.node),
                 dtype=str(value.dtype).removeprefix("torch."),
                 shape=tuple(value.shape),
                 stride=tuple(value.stride()),
                 uses=tuple(readers.get(discovered.parameter.name, ())),
                 keep=discovered.keep,
-                drive=discovered.parameter.drive,
-                packed=raw if packed else 0,
-                peers=discovered.parameter.peers,
+                source=source,
             )
         )
     before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()

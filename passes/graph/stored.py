@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.passes.problem import Parameter, Source
 
 from .traced import Traced
 
@@ -55,13 +55,17 @@ def traced_from(body: Mapping[str, Any]) -> Traced:
         reader.add(graph, row)
     return Traced(
         graph=GraphModule(reader.root, graph),
-        parameters=tuple(Parameter(**{**p, "names": tuple(p["names"])}) for p in body["parameters"]),
+        parameters=tuple(_parameter(**p) for p in body["parameters"]),
         blocks={block: block for block in reader.blocks},
         ranks=dict(body["ranks"]),
         large=tuple((str(name), int(nbytes)) for name, nbytes in body["large"]),
         fused=body["fused"],
         together=body["together"],
     )
+
+
+def _parameter(*, names: Sequence[str], source: Mapping[str, Any], **more: Any) -> Parameter:
+    return Parameter(names=tuple(names), source=Source(**source), **more)
 
 
 class _Writer:

@@ -87,7 +87,7 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
     There each gap has to bring more, and what fit it no longer does.  Without its pieces, a weight takes no time of the
     peers' link: it stays on the device as long as there is memory.  Arguments as in to_peers.
     """
-    names = frozenset(w.name for w in cut.problem.weights if w.peers)
+    names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
     share = 0.0
     while names and not tries.hidden and tries.best == names and share < 1:
@@ -186,7 +186,7 @@ class _Tries:
 
 def peers_of(cut: Cut, plan: Plan) -> frozenset[str]:
     """The weights that lie in pieces in a plan for this cut."""
-    return streamable(cut) & {w.name for w in plan.weights if w.peers}
+    return streamable(cut) & {w.name for w in plan.weights if w.source.sharded}
 
 
 def planned_for(cut: Cut, plan: Plan) -> frozenset[str]:

@@ -106,11 +106,10 @@ class Simulator:
         self.by_engine = [c.engine == "copy" for c in problem.collectives]
         self.link_s = [min(s, link) for s, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
-        self.peers = {w.name: w.peers for w in problem.weights if w.peers}
-        for ranks in sorted(set(self.peers.values())):
+        self.sources = {w.name: w.source for w in problem.weights}
+        for ranks in sorted({source.ranks for source in self.sources.values() if source.sharded}):
             if why := hardware.why_no_peers(ranks):
                 raise ChunkflowError(f"Weights lie in pieces on the devices of {ranks} ranks, but {why}")
-        self.drive = {w.name for w in problem.weights if w.drive} - set(self.peers)
         self._pulls: dict[tuple[str, int, int], float] = {}
 
     def taking_the_link(self, use: Moves = "copy") -> frozenset[str]:
@@ -121,7 +120,7 @@ class Simulator:
 
     def use(self, weight: str) -> Moves:
         """The lane of the weight's copies."""
-        return "pull" if weight in self.peers else "copy"
+        return self.sources[weight].lane
 
     def with_slower_copies(self, factor: float) -> Simulator:
         """The same simulator with copies that take ``factor`` times as long."""
@@ -135,14 +134,14 @@ class Simulator:
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
         """Seconds that chunks ``[first, end)`` of a weight take with nothing else on the link."""
-        if weight in self.peers:
+        if self.sources[weight].sharded:
             return self.strain * self._pull_seconds(weight, first, end)
         seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
         return self.strain * seconds
 
     def _pull_seconds(self, weight: str, first: int, end: int) -> float:
         if (key := (weight, first, end)) not in self._pulls:
-            size, ranks = self.sizes[weight], self.peers[weight]
+            size, ranks = self.sizes[weight], self.sources[weight].ranks
             begin, stop = first * self.chunk_bytes, min(end * self.chunk_bytes, size)
             others = from_others(begin, stop, size, ranks)
             self._pulls[key] = self._profile.pull_seconds(stop - begin, others, end - first)
@@ -150,13 +149,15 @@ class Simulator:
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:
         """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if they are not there."""
-        return self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if weight in self.drive else 0.0
+        return (
+            self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if self.sources[weight].reads_file else 0.0
+        )
 
     def transfer(self, op: Copy) -> Transfer:
         """What a copy occupies."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
-        read_s = self.read_seconds(op.weight, op.first, op.end) if op.weight in self.drive else None
+        read_s = self.read_seconds(op.weight, op.first, op.end) if self.sources[op.weight].reads_file else None
         return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s, op.stream)
 
     def play(self, step: Step, spans: bool = True) -> Timeline:

@@ -21,16 +21,15 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.passes.ops import Prefetch, TransferOp, prefetch_of, transfer_of
+from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 from chunkflow_compile.passes.step import (
     CallEvents,
     Copy,
-    Record,
     Step,
     Transfers,
-    Wait,
+    marks,
     order,
     prologue,
     resident,
@@ -48,13 +47,13 @@ class Call:
     """A call of a cycle: the regions of a graph, on weights that another call may read too.
 
     ``names``: name of a weight in the graph -> its name in the cycle.  ``keep``: name in the cycle -> why it must stay
-    on the device, for those that the graph could stream.  ``drive``: names in the cycle of those on the drive.
+    on the device, for those that the graph could stream.  ``in_files``: names in the cycle of those in files on the SSD.
     """
 
     cut: Cut
     names: Mapping[str, str]
     keep: Mapping[str, str]
-    drive: frozenset[str] = frozenset()
+    in_files: frozenset[str] = frozenset()
 
     def problem(self) -> Problem:
         """The problem of the graph, with the names of the cycle."""
@@ -74,7 +73,8 @@ class Call:
     def _weight(self, weight: Weight) -> Weight:
         name = self.names[weight.name]
         keep = weight.keep or self.keep.get(name)
-        return replace(weight, name=name, names=(name,), keep=keep, drive=name in self.drive)
+        source = replace(weight.source, file=name in self.in_files)
+        return replace(weight, name=name, names=(name,), keep=keep, source=source)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Cycle:
     @property
     def signals(self) -> Step:
         """What records and awaits each event: equal in programs that can share their events."""
-        return tuple(op for op in self._issued if isinstance(op, Record | Wait))
+        return marks(self._issued)
 
     def prologue(
         self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
@@ -133,66 +133,12 @@ class Cycle:
     def _kept(self) -> tuple[Copy, ...]:
         return resident(self.plan)
 
-    @cached_property
-    def prefetches(self) -> tuple[tuple[int, Prefetch], ...]:
-        """The prefetches of all calls, in the order of issue, each with its call."""
-        return tuple((number, op) for number, op in self._nodes if isinstance(op, Prefetch))
-
-    @cached_property
-    def waits(self) -> tuple[Wait, ...]:
-        """What compute awaits in all calls, in its order."""
-        return tuple(op for _, op in self._nodes if isinstance(op, Wait))
-
-    @property
-    def event_count(self) -> int:
-        """How many events there are; they are numbered from 0."""
-        return self.events.count
-
-    @cached_property
-    def kept_events(self) -> Mapping[str, tuple[int, ...]]:
-        """Weight -> the events that are recorded after its resident chunks have been copied.
-
-        They are those that are awaited and that no prefetch records: each is recorded after the last resident chunks of the
-        weights that are readable then.
-        """
-        recorded = {op.then for _, op in self.prefetches}
-        kept = {w.name: place for place, w in enumerate(self.plan.streamed) if None in w.windows}
-        readable: dict[int, set[str]] = {}
-        for wait in self.waits:
-            if wait.event not in recorded:
-                readable.setdefault(wait.event, set()).update(kept.keys() & set(wait.weights))
-        found: dict[str, tuple[int, ...]] = {}
-        for event, weights in readable.items():
-            if weights:
-                last = max(weights, key=kept.__getitem__)
-                found[last] = *found.get(last, ()), event
-        return found
-
-    @cached_property
-    def _nodes(self) -> tuple[tuple[int, TransferOp], ...]:
-        nodes = (
-            (number, transfer_of(node)) for number, call in enumerate(self.calls) for node in call.module.graph.nodes
-        )
-        return tuple((number, op) for number, op in nodes if op is not None)
-
     def at(self, call: int, program: Program) -> Cycle:
         """The cycle with another program in the place of a call."""
         changed = replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
         # to read those of the other calls again for each call would take a second for a cycle of many blocks
         vars(changed)["ops"] = (*self.ops[:call], ops_of(program), *self.ops[call + 1 :])
         return changed
-
-
-@dataclass(frozen=True)
-class Border:
-    """What a jump to a call fetches first, besides the resident chunks.
-
-    ``prefetches``: those of the calls before it, in the order in which they would have been issued, after no opening.
-    ``waits``: whether compute then waits for all of it, because a weight was waited for in a call before.
-    """
-
-    prefetches: tuple[Prefetch, ...]
-    waits: bool
 
 
 def block_of(weight: str) -> str:
@@ -258,21 +204,3 @@ def prefetches(program: Program) -> Iterator[tuple[Node, Copy]]:
     for node in program.module.graph.nodes:
         if (op := prefetch_of(node)) is not None:
             yield node, op.copy
-
-
-def border(cycle: Cycle, call: int) -> Border:
-    """What a jump to a call fetches first.
-
-    At the border before the call, a chunk is on its way or in use if it was issued, and if a reader of it is still to
-    come: those that the last pass has issued for this one, and those that the calls before it have issued in this pass.
-    """
-    begin, last = cycle.starts[call], {w.name: w.last_use for w in cycle.plan.streamed}
-    before, later = list[Prefetch](), list[Prefetch]()
-    for number, op in cycle.prefetches:
-        needed = last.get(op.copy.weight, -1) >= begin
-        if number >= call and op.copy.next_step and needed:
-            later.append(replace(op, after=None))
-        elif number < call and (op.copy.next_step or needed):
-            before.append(replace(op, after=None))
-    waits = any(w.first_use < begin <= w.last_use for w in cycle.plan.streamed)
-    return Border((*later, *before), waits)

@@ -475,7 +475,7 @@ def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: P
     offload(model, "cpu", min_bytes=1024, host_memory=half)
     store = next(buffer.store for w in model.parameters() if (buffer := buffer_of(w)) is not None)
     buffers = {buffer.name: buffer for buffer in store.buffers}  # with buffers
-    drive = {name for name, buffer in buffers.items() if buffer.drive is not None}
-    assert {w.name for w in planned if w.drive} == drive and 0.3 < len(drive) / len(buffers) < 0.7
+    drive = {name for name, buffer in buffers.items() if buffer.source.file}
+    assert {w.name for w in planned if w.source.file} == drive and 0.3 < len(drive) / len(buffers) < 0.7
     by_use = sorted((w for w in planned if w.name in buffers and w.uses), key=lambda w: (w.uses[0], w.name))
     assert for_the_drive([(w.name, w.nbytes) for w in by_use], half) != drive

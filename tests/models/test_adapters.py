@@ -348,7 +348,7 @@ def on_a_rank(rank: int) -> None:
     torch.set_grad_enabled(False)
     pair = Pair(prepare=lambda m: enable_ulysses(m, 2), options={**EAGER, "share": True})
     slots = [m.slots for m in pair.model.modules() if isinstance(m, Slotted)]
-    assert slots and not any(buffer_of(t).where is Where.SHARED for t in slots)
+    assert slots and not any(buffer_of(t).backing.where is Where.SHARED for t in slots)
     pair.swap(4, 16, 8)
     assert sum(m.collectives for p in programs(pair.model) for m in p.measurements)
 

@@ -52,7 +52,7 @@ def everywhere(value: Any) -> list[Any]:
 
 def has_one_copy(model: nn.Module) -> None:
     """All large weights lie in one file, which all ranks map."""
-    assert all((h := buffer_of(p)) and h.where is Where.SHARED for p in model.parameters() if p.nbytes >= LEAST)
+    assert all((h := buffer_of(p)) and h.backing.where is Where.SHARED for p in model.parameters() if p.nbytes >= LEAST)
     maps = Path("/proc/self/maps").read_text().splitlines()
     files = {tuple(line.split()[3:5]) for line in maps if "memfd:chunkflow-weights" in line}
     assert len(files) == 1 and everywhere(files) == [files] * dist.get_world_size()

@@ -88,12 +88,14 @@ def check_bytes(model: nn.Module) -> None:
             if run.window is not None:
                 begin, end = plan.span(weight, run.first, run.end)
                 owners = [
-                    part.owner for part in parts(begin, end, weight.nbytes, weight.peers) for _ in range(part.nbytes)
+                    part.owner
+                    for part in parts(begin, end, weight.nbytes, weight.source.ranks)
+                    for _ in range(part.nbytes)
                 ]
-                has = [owners.count(rank) for rank in range(weight.peers)]
+                has = [owners.count(rank) for rank in range(weight.source.ranks)]
                 most, own = most + end - begin - min(has), own + end - begin - has[dist.get_rank()]
     assert (newest.pulled_bytes, plan.pulled_bytes) == (own, most)
-    assert len(peers) > 5 and own > 0.9 * sum(w.nbytes for w in peers) * (1 - 1 / peers[0].peers)
+    assert len(peers) > 5 and own > 0.9 * sum(w.nbytes for w in peers) * (1 - 1 / peers[0].source.ranks)
 
 
 def on_a_rank(rank: int, family: str, by_kind: bool, debug: tuple[str, ...], steps: int) -> None:
@@ -111,7 +113,7 @@ def on_a_rank(rank: int, family: str, by_kind: bool, debug: tuple[str, ...], ste
         each.get_parameter(written.name).mul_(1.25)
     check(run, twin, family, *range(steps, steps + 4))
     assert in_pieces(model) == (dealt - {written.name} if rank else dealt)
-    assert (written.where is Where.SHARED) == (not by_kind and not rank)
+    assert (written.backing.where is Where.SHARED) == (not by_kind and not rank)
     least = (*cycles(model), *programs(model))[0].plan.device_bytes
     if not rank:
         replan(model, memory=least + (1 << 20))  # on one rank: the others have their plan
@@ -232,12 +234,12 @@ def packed_too(rank: int) -> None:
     model, twin = (m.to(torch.bfloat16) for m in twins_of("stack", 2))
     run = chunkflow_compile.compile(model, peers=True, pack=True, **EAGER)
     check(run, twin, "stack", *range(4), dtype=torch.bfloat16)
-    packed = [b for b in buffers_of(model) if b.packed is not None]
+    packed = [b for b in buffers_of(model) if b.compressed]
     assert packed and all(b.pieces is not None and b.pieces.nbytes == b.nbytes < b.host.nbytes for b in packed)
     for each in (model, twin) if rank else ():
         each.get_parameter(packed[0].name).mul_(0.5)
     check(run, twin, "stack", *range(4, 8), dtype=torch.bfloat16)
-    assert (packed[0].pieces is None) == bool(rank) and packed[0].packed is not None
+    assert (packed[0].pieces is None) == bool(rank) and packed[0].compressed
     restore(model)
 
 

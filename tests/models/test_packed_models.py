@@ -45,7 +45,7 @@ def check(model: Any, twin: Any, family: str, seeds: Iterable[int], size: Size =
 def packed_of(model: nn.Module) -> list[HostBuffer]:
     placement = placement_of(model)
     assert placement is not None
-    return [buffer for buffer in placement.store.buffers if buffer.packed is not None]
+    return [buffer for buffer in placement.store.buffers if buffer.compressed]
 
 
 @dataclass
@@ -107,7 +107,7 @@ def check_transfers(pair: Pair) -> list[HostBuffer]:
     assert newest.primed_bytes == 0 and newest.moved_bytes == ran.plan.moved_bytes > 0
     planned = {w.name: w for w in ran.cycle.problem.weights}
     for name, buffer in ran.buffers.items():
-        assert planned[name].nbytes == buffer.nbytes and bool(planned[name].packed) == (buffer.packed is not None)
+        assert planned[name].nbytes == buffer.nbytes and planned[name].source.compressed == (buffer.compressed)
     said = str(explain(pair.model, details=True))
     assert f"{len(packed)} of " in said and "weights are packed" in said
     return packed
@@ -225,14 +225,14 @@ def on_a_rank(rank: int) -> None:
     model, twin = (m.to(torch.bfloat16) for m in small_twins("wan", SIZE, degree=2))
     offload(model, min_bytes=EAGER["min_bytes"], pack=True, share=True)
     packed = packed_of(model)
-    assert packed and all(buffer.where is Where.SHARED for buffer in packed)
+    assert packed and all(buffer.backing.where is Where.SHARED for buffer in packed)
     run = chunkflow_compile.compile(model, **EAGER)
     check(run, twin, "wan", range(4))
     assert cycles(model)[0].measurements[-1].moved_bytes > 0
     for each in (model, twin) if rank else ():
         each.get_parameter(packed[0].name).zero_()
     check(run, twin, "wan", range(4, 8))
-    assert [b.where for b in packed].count(Where.OWN) == rank and packed_of(model) == packed
+    assert [b.backing.where for b in packed].count(Where.OWN) == rank and packed_of(model) == packed
     restore(model)
 
 

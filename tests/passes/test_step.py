@@ -15,7 +15,7 @@ from chunkflow_compile.passes.ops import folded, transfer_of, unfolded, write
 from chunkflow_compile.passes.placement.policies import next_block_barriers
 from chunkflow_compile.passes.placement.search import barriers
 from chunkflow_compile.passes.plan import Barrier, Windows
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Source
 from chunkflow_compile.passes.step import (
     Copy,
     Evict,
@@ -49,7 +49,7 @@ class Drawn:
 def drawn(draw: st.DrawFn) -> Drawn:
     found = draw(small_problems(9))
     rng = random.Random(draw(st.integers(0, 2**16)))
-    found = replace(found, weights=tuple(replace(w, peers=rng.choice([0, 0, 2])) for w in found.weights))
+    found = replace(found, weights=tuple(replace(w, source=Source(ranks=rng.choice([0, 0, 2]))) for w in found.weights))
     count, windows = len(found.regions), dict[str, Windows]()
     for each in found.weights:
         first, last = each.uses[0], each.uses[-1]
@@ -57,7 +57,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
         if rng.random() < 0.9:
             windows[each.name] = tuple(rng.choice([None, *around, *around]) for _ in range(-(-each.nbytes // CHUNK)))
     moved = [w for w in found.weights if any(k is not None for k in windows.get(w.name, ()))]
-    lanes = [[w.name for w in moved if bool(w.peers) == pulls] for pulls in (False, True)]
+    lanes = [[w.name for w in moved if w.source.sharded == pulls] for pulls in (False, True)]
     kind = draw(st.sampled_from(["", "newest", "next block"]))
     chosen: tuple[Barrier, ...] = ()
     if kind == "newest":
@@ -170,7 +170,11 @@ def test_nodes_carry_all_transfer_ops_with_their_events(found: Drawn) -> None:
 
 def test_a_small_step() -> None:
     """Two lanes, a barrier at which one weight has no copy that compute has not awaited, and a resident chunk."""
-    weights = [weight(0, 2 * CHUNK, (0,)), weight(1, CHUNK, (1,)), replace(weight(2, CHUNK, (1,)), peers=2)]
+    weights = [
+        weight(0, 2 * CHUNK, (0,)),
+        weight(1, CHUNK, (1,)),
+        replace(weight(2, CHUNK, (1,)), source=Source(ranks=2)),
+    ]
     found = problem([1, 1], [*weights, weight(3, CHUNK, (0,))], [(1, 1)])
     windows: dict[str, Windows] = {"w0": (1, 1), "w1": (0,), "w2": (1,), "w3": (None,)}
     step = Scheduler(found).step(windows, [Barrier(collective="c0", weights=("w1", "w2", "w0"))], (2,), kept=True)

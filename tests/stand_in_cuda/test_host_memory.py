@@ -82,14 +82,14 @@ class Ranked:
 def shared(rank: int, folder: str) -> None:
     found = Ranked(folder, rank, torch.bfloat16)
     buffers = found.buffers
-    assert buffers and all(buffer.where is Where.SHARED for buffer in buffers), "the default for a GPU"
+    assert buffers and all(buffer.backing.where is Where.SHARED for buffer in buffers), "the default for a GPU"
     found.check(3)
     streamed = found.streamed
     assert streamed and all(buffer.pinned for buffer in buffers if buffer.name in streamed)
     if rank == 1:
         found.change_a_weight()
     found.check(3)
-    private = [buffer for buffer in buffers if buffer.where is not Where.SHARED]
+    private = [buffer for buffer in buffers if buffer.backing.where is not Where.SHARED]
     assert len(private) == rank and all(buffer.pinned for buffer in private)
     found.end()
 
@@ -135,15 +135,15 @@ def test_half_on_the_drive(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "wan")
     budget = sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST) // 2
     found = Ranked(str(tmp_path), host_memory=budget)
-    drive = [buffer for buffer in found.buffers if buffer.drive is not None]
+    drive = [buffer for buffer in found.buffers if buffer.source.file]
     assert 0 < len(drive) < len(found.buffers)
     found.check(4)
     found.change_a_weight()
     found.check(2)
     streamed = found.streamed
-    assert all(buffer.pinned for buffer in found.buffers if buffer.drive is None and buffer.name in streamed)
-    files = {buffer.drive.file for buffer in drive if buffer.drive is not None}
-    least = 6 * sum(h.nbytes for h in drive if h.drive and h.name in streamed)
+    assert all(buffer.pinned for buffer in found.buffers if not buffer.source.file and buffer.name in streamed)
+    files = {buffer.backing.bytes.file for buffer in drive if buffer.source.file}
+    least = 6 * sum(h.nbytes for h in drive if h.source.file and h.name in streamed)
     assert sum(file.read_bytes for file in files) >= least > 0
     found.restore()
 

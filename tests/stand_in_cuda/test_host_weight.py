@@ -63,7 +63,7 @@ def test_a_packed_weight_is_read_and_written_from_host_memory() -> None:
                     p[1].lerp_(p[0], 0.25)
             m._apply(lambda t: t.cpu().cuda())
         found = [buffer for w in weights(model) if (buffer := buffer_of(w)) is not None]
-        assert found and all(b.is_packed and b.nbytes < 0.77 * b.host.nbytes for b in found)
+        assert found and all(b.compressed and b.nbytes < 0.77 * b.host.nbytes for b in found)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q) and torch.equal(p.cpu(), q.cpu()) and p.sum() == q.sum(), step
         x = torch.randn(16, 8, device="cuda", dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def test_a_packed_weight_is_read_and_written_from_host_memory() -> None:
     assert all(torch.equal(v, twin.state_dict()[n].cpu()) for n, v in model.state_dict().items())
     weight = weights(model)[0]
     weight.copy_(torch.exp(30 * torch.randn_like(weight.cpu(), dtype=torch.float32)))
-    assert not weight.buffer.is_packed and all(w.buffer.is_packed for w in weights(model)[1:])
+    assert not weight.buffer.compressed and all(w.buffer.compressed for w in weights(model)[1:])
     values = [p.cpu() for p in model.parameters()]
     restore(model)
     for p, value in zip(model.parameters(), values, strict=True):

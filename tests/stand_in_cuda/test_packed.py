@@ -28,7 +28,7 @@ def inputs_of(seed: int, family: str = "flux") -> dict[str, Any]:
 def packed(model: torch.nn.Module) -> int:
     placement = placement_of(model)
     assert placement is not None
-    return sum(buffer.packed is not None for buffer in placement.store.buffers)
+    return sum(buffer.compressed for buffer in placement.store.buffers)
 
 
 @pytest.mark.parametrize("cudagraphs", [False, True])

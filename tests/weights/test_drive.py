@@ -81,7 +81,7 @@ def buffers(model: nn.Module) -> dict[str, HostBuffer]:
 
 
 def read_so_far(model: nn.Module) -> int:
-    return sum(file.read_bytes for file in {h.drive.file for h in buffers(model).values() if h.drive is not None})
+    return sum(file.read_bytes for file in {h.backing.bytes.file for h in buffers(model).values() if h.source.file})
 
 
 def large(model: nn.Module) -> int:
@@ -134,11 +134,13 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
     budget = large(twin) // 2
     offload(model, min_bytes=LEAST, host_memory=budget, dtype=None if dtype == torch.float32 else dtype)
     placed = buffers(model).values()
-    drive = [h for h in placed if h.drive is not None]
-    assert sum(h.nbytes for h in placed if h.drive is None) <= budget
+    drive = [h for h in placed if h.source.file]
+    assert sum(h.nbytes for h in placed if not h.source.file) <= budget
     assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in placed) < 0.7
     kept = [h.name for h in drive if twin.get_parameter(h.name).dtype == torch.float32]
-    assert [h.name for h in drive if not h.scratch] == kept, "those that are not cast stay in the checkpoint"
+    assert [h.name for h in drive if not h.backing.in_scratch_file] == kept, (
+        "those that are not cast stay in the checkpoint"
+    )
     run = compiled(model)
     before = read_so_far(model)
     steps(run, twin)
@@ -175,7 +177,9 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
                 p.add_(0)  # written: no longer a part of the file
     offload(model, min_bytes=LEAST, host_memory=0)
     found = buffers(model)
-    assert {h.scratch for h in found.values()} == {scratch} and all(h.drive is not None for h in found.values())
+    assert {h.backing.in_scratch_file for h in found.values()} == {scratch} and all(
+        h.source.file for h in found.values()
+    )
     if by_kind:
         run: Any = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     else:
@@ -187,7 +191,7 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
     for m in (model, twin):
         m.get_parameter(NAME).mul_(2)
     assert torch.equal(view, twin.get_parameter(NAME)[1:])
-    assert found[NAME].drive is None, "it is in host memory from then on"
+    assert not found[NAME].source.file, "it is in host memory from then on"
     steps(run, twin, seed=3)
     model.state_dict()[OTHER].mul_(2)
     twin.get_parameter(OTHER).mul_(2)
@@ -297,7 +301,7 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(
                 m.get_parameter(NAME).add_(1)
         steps(run, twin, seed=1)
     expected = twin.get_parameter(NAME).clone()
-    assert buffer.drive is None and not of_a_file(buffer.host.data_ptr() + buffer.nbytes // 2)
+    assert not buffer.source.file and not of_a_file(buffer.host.data_ptr() + buffer.nbytes // 2)
     with open(saved, "r+b") as changed:
         changed.write(b"\1" * saved.stat().st_size)
     assert torch.equal(weight.detach().clone(), expected)
@@ -352,7 +356,7 @@ def test_where_there_is_no_host_memory(saved: Path) -> None:
     for act, says in WHERE_NONE_IS.values():
         with full(), pytest.raises(ChunkflowError, match=says):
             act(model)
-        assert same(model, twin) and all(buffer.drive is not None for buffer in buffers(model).values())
+        assert same(model, twin) and all(buffer.source.file for buffer in buffers(model).values())
     restore(model)
     assert not buffers(model) and same(model, twin)
 

@@ -37,7 +37,9 @@ WHO = ((0,), (1,), (0, 1))
 
 
 def shared(model: nn.Module) -> bool:
-    return any((buffer := buffer_of(p)) is not None and buffer.where is Where.SHARED for p in model.parameters())
+    return any(
+        (buffer := buffer_of(p)) is not None and buffer.backing.where is Where.SHARED for p in model.parameters()
+    )
 
 
 def run_all(work: Callable[..., None], *args: Any, ranks: int = 2) -> list[int | None]:
@@ -178,7 +180,7 @@ def killed_in_a_call(rank: int, folder: str) -> None:
     group = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
     model, twin = pair(f"{folder}/model.safetensors", group)
     offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
-    assert shared(model) and any((h := buffer_of(p)) is not None and h.drive is not None for p in model.parameters())
+    assert shared(model) and any((h := buffer_of(p)) is not None and h.source.file for p in model.parameters())
     run, dying = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS), Path(folder, "dying")
     plain, left = Executor._finish, 3
 

@@ -229,7 +229,7 @@ def half_a_copy_is_free(rank: int) -> None:
     total = sum(p.nbytes for p in model.parameters())
     limits.host_memory = lambda *_: HostMemory(1 << 34, total // 2)
     offload(model, min_bytes=1024, share=True, device="cpu")
-    assert all(buffer.where is Where.SHARED for buffer in buffers_of(model))
+    assert all(buffer.backing.where is Where.SHARED for buffer in buffers_of(model))
 
 
 def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) -> None:
@@ -254,10 +254,10 @@ def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: p
 
     monkeypatch.setattr(device, "pin", pin)
     half = buffers[len(buffers) // 2]
-    monkeypatch.setattr(half, "_backing", SharedMemory.__new__(SharedMemory))
+    monkeypatch.setattr(half, "backing", SharedMemory.__new__(SharedMemory))
     with pytest.warns(UserWarning, match="could not be pinned"):
         assert not pin_all(buffers, device, None)
     assert refused == [half.host.data_ptr()] * 2
     store.pins, refused[:] = True, [1]
     assert pin_all(buffers, device, None) and refused == [1, half.host.data_ptr()]
-    monkeypatch.setattr(half, "_backing", Backing(half.host))
+    monkeypatch.setattr(half, "backing", Backing(half.host))

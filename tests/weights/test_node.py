@@ -201,7 +201,7 @@ def one_fails_early(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     for _ in range(3):  # the next time is no worse for it
         offload(model, min_bytes=LEAST, share=True)
-        assert buffer_of(model.get_parameter("proj_out.weight")).where is Where.SHARED  # type: ignore[union-attr]
+        assert buffer_of(model.get_parameter("proj_out.weight")).backing.where is Where.SHARED  # type: ignore[union-attr]
         restore(model)
     assert len(dist.distributed_c10d._world.pg_names) == groups_before, "the node's group has ended"
     assert len(os.listdir("/proc/self/task")) <= threads + 1
@@ -215,7 +215,7 @@ def in_a_group_of(rank: int, folder: str) -> None:
     dist.init_process_group(init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     assert dist.get_backend() not in ("gloo", "nccl")
     model = offload(small_model("wan", SIZE), min_bytes=LEAST, share=True)
-    assert buffer_of(model.get_parameter("proj_out.weight")).where is Where.SHARED  # type: ignore[union-attr]
+    assert buffer_of(model.get_parameter("proj_out.weight")).backing.where is Where.SHARED  # type: ignore[union-attr]
     dist.barrier()
     os._exit(0)
 

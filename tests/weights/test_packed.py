@@ -33,7 +33,7 @@ from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights import drive
 from chunkflow_compile.weights import packed as packed_weights
 from chunkflow_compile.weights.backing import Where
-from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_buffer import Form, HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.mapping import PAGE, whole_pages
 from chunkflow_compile.weights.packed import Packed
@@ -69,7 +69,7 @@ def held(memory: torch.Tensor) -> int:
 
 
 def packed(model: nn.Module) -> set[str]:
-    return {name for name, buffer in buffers(model).items() if buffer.is_packed}
+    return {name for name, buffer in buffers(model).items() if buffer.compressed}
 
 
 def test_it_is_placed_read_and_restored_as_any_other() -> None:
@@ -80,7 +80,7 @@ def test_it_is_placed_read_and_restored_as_any_other() -> None:
         weight, plain = model.get_parameter(name), twin.get_parameter(name)
         assert (weight.shape, weight.dtype, weight.stride()) == (plain.shape, plain.dtype, plain.stride())
         assert buffer.nbytes == buffer.stored.nbytes == Layout.of(plain.numel()).nbytes < 0.8 * plain.nbytes
-        assert buffer.source.numel() == buffer.nbytes and held(buffer.host) == 0 < held(buffer.stored)
+        assert buffer.bytes.numel() == buffer.nbytes and held(buffer.host) == 0 < held(buffer.stored)
     for what, read in READS.items():
         if what not in OF_FLOAT32:
             for name in found:
@@ -107,9 +107,9 @@ def test_it_is_written_as_any_other() -> None:
                 write(m.get_parameter(NAME))
             assert same(model, twin), what
             assert torch.equal(*views), what
-        if before.is_packed:
+        if before.compressed:
             assert held(before.host) == 0, what
-        still, raw = still + before.is_packed, raw + (not before.is_packed and before.life is not None)
+        still, raw = still + before.compressed, raw + (not before.compressed and before.life is not None)
         restore(model)
         assert same(model, twin), what
     assert still > 20 and raw > 0
@@ -160,7 +160,7 @@ def test_a_part_takes_the_place_of_the_whole() -> None:
         weight, other = m.get_parameter(NAME), m.get_parameter(OTHER)
         weight.data = weight.data[:32]
         torch.utils.swap_tensors(other, nn.Parameter(other.cpu().clone() * 2, requires_grad=False))
-    assert same(model, twin) and not buffers(model)[NAME].packable
+    assert same(model, twin) and buffers(model)[NAME].form is Form.RAW
     for m in (model, twin):
         m.get_parameter(NAME).mul_(2)
     assert same(model, twin) and packed(model) == {"blocks.0.down.weight", "blocks.1.up.weight"}
@@ -177,9 +177,9 @@ def test_what_does_not_fit_is_raw_from_then_on(caplog: pytest.LogCaptureFixture)
     view, address, state = weight[1:], buffer.host.data_ptr(), state_of(weight)
     for m in (model, twin):
         m.get_parameter(NAME)[:4].copy_(heavy(m.get_parameter(NAME)[:4]))
-    assert not buffer.is_packed and not buffer.packable and buffer.packed is None and ended == [1]
-    assert state_of(weight)[:2] != state[:2] and buffer.host.data_ptr() == address and buffer.where is Where.OWN
-    assert buffer.source.numel() == buffer.nbytes == weight.nbytes and not buffer.pack()
+    assert buffer.form is Form.RAW and buffer.stored is buffer.host and ended == [1]
+    assert state_of(weight)[:2] != state[:2] and buffer.host.data_ptr() == address and buffer.backing.where is Where.OWN
+    assert buffer.bytes.numel() == buffer.nbytes == weight.nbytes and not buffer.pack()
     for name in (NAME, OTHER):
         for m in (model, twin):
             m.get_parameter(name).copy_(heavy(m.get_parameter(name)))
@@ -201,13 +201,13 @@ def test_an_op_that_fails_leaves_it_readable() -> None:
         torch._foreach_add_(
             [weight, weight[0], torch.zeros(2)], [torch.zeros_like(weight), torch.zeros(9), torch.zeros(2)]
         )
-    assert same(model, twin) and buffer.is_packed
+    assert same(model, twin) and buffer.compressed
     with pytest.raises(KeyError), buffer.write():
         buffer.host[0] = 1
         assert torch.equal(weight[0], torch.ones_like(weight[0])), "as it is written"
         raise KeyError
     twin.get_parameter(NAME)[0] = 1
-    assert same(model, twin) and buffer.is_packed and held(buffer.host) == 0
+    assert same(model, twin) and buffer.compressed and held(buffer.host) == 0
 
 
 def test_without_memory_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_without_memory_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
 def test_it_is_packed_and_unpacked_in_its_place() -> None:
     model, twin = pair("auto")
     found = buffers(model)
-    assert not packed(model) and all(buffer.packable for buffer in found.values()) and found
+    assert not packed(model) and {buffer.form for buffer in found.values()} == {Form.COMPRESSIBLE}
     buffer, weight = found[NAME], model.get_parameter(NAME)
     state, address = state_of(weight), buffer.host.data_ptr()
     assert buffer.pack() and buffer.pack() and held(buffer.host) == 0 < held(buffer.stored)
@@ -243,7 +243,7 @@ def test_it_is_packed_and_unpacked_in_its_place() -> None:
     assert same(model, twin)
     view = weight[2:]
     buffer.unpack()
-    assert not buffer.is_packed and not buffer.packable and not buffer.pack() and state_of(weight) == state
+    assert buffer.form is Form.RAW and not buffer.pack() and state_of(weight)[2:] == state[2:]
     assert buffer.host.data_ptr() == address and torch.equal(view, twin.get_parameter(NAME)[2:]) and same(model, twin)
     # memory that somebody else has cannot lose its pages
     kept = [model.get_parameter(OTHER)[1:], model.state_dict(), model.get_parameter("blocks.1.up.weight").tolist()]
@@ -385,7 +385,7 @@ def test_threads_read_while_it_is_written() -> None:
 def test_bytes_that_are_half_written_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread that has waited for the lock meanwhile, and by a child that is forked then: the pages have the values."""
     model, twin = pair()
-    weight, values, backing = model.get_parameter(NAME), twin.get_parameter(NAME), buffers(model)[NAME]._backing
+    weight, values, backing = model.get_parameter(NAME), twin.get_parameter(NAME), buffers(model)[NAME].backing
     packing, over = threading.Event(), threading.Event()
     pack, readers = packed_weights.pack_into, list[threading.Thread]()
     found = list[torch.Tensor]()
@@ -421,7 +421,7 @@ def test_bytes_that_are_half_written_are_not_read(how: str, monkeypatch: pytest.
     for reader in readers:
         reader.join()
     assert len(found) == 1 and torch.equal(found[0], values) and same(model, twin)
-    assert buffers(model)[NAME].is_packed == (how == "a fork")
+    assert buffers(model)[NAME].compressed == (how == "a fork")
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -429,7 +429,7 @@ def test_a_process_forks_while_a_thread_holds_a_weight(pack: bool) -> None:
     """The child reads, writes and saves it: a lock that another thread has held is no lock of the child's."""
     model, twin = pair(pack)
     buffer = buffers(model)[NAME]
-    locks = [buffer._lock, buffer._writing, *([buffer._backing._lock] if isinstance(buffer._backing, Packed) else ())]
+    locks = [buffer._lock, buffer._writing, *([buffer.backing._lock] if isinstance(buffer.backing, Packed) else ())]
     held, over = threading.Event(), threading.Event()
 
     def holds() -> None:
@@ -473,7 +473,7 @@ def test_a_process_forks_in_the_middle_of_a_write() -> None:
         for m in (model, twin):
             m.get_parameter(NAME)[0].mul_(2)
             m.state_dict()[NAME][1].mul_(2)
-        return right and same(model, twin) and buffer.is_packed
+        return right and same(model, twin) and buffer.compressed
 
     thread = threading.Thread(target=writes)
     thread.start()
@@ -484,7 +484,7 @@ def test_a_process_forks_in_the_middle_of_a_write() -> None:
         over.set()
         thread.join()
     twin.get_parameter(NAME)[3] = 5
-    assert same(model, twin) and buffer.is_packed
+    assert same(model, twin) and buffer.compressed
 
 
 # What threads do to weights that have outlived their model, each with a row of its own.
@@ -546,7 +546,7 @@ def test_a_write_waits_for_that_of_another_thread() -> None:
         buffer.host[0] = 2
     thread.join()
     values[:2] = 2
-    assert entered.is_set() and torch.equal(weight, values) and buffer.is_packed and held(buffer.host) == 0
+    assert entered.is_set() and torch.equal(weight, values) and buffer.compressed and held(buffer.host) == 0
 
 
 def test_a_small_model_is_saved_as_it_was(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import WITHIN
+from conftest import EAGER, WITHIN
 from helpers import Stack, Tabled, in_memory, load_stack, stack, twins
 from safetensors.torch import load_file, save_file
 from test_drive import LEAST, buffers, full, same
@@ -22,11 +22,14 @@ from test_shared_weights import said_here
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.frontend import backend
 from chunkflow_compile.passes.packing import Layout
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.host_buffer import Form
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.mapping import whole_pages
 
@@ -89,6 +92,30 @@ RETURNS: dict[str, Callable[[nn.Module], Any]] = {
     "data": exchanged,
     "assign": assigned,
 }
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_no_region_is_lowered_for_a_form_that_a_weight_cannot_have(
+    placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether values can be packed is asked before code is lowered for them, of weights in the store and of others."""
+    model, twin = plain(), plain()
+    for m in (model, twin):
+        m.get_parameter(NAME).copy_(heavy(m.get_parameter(NAME)))
+    lowered, lower = list[set[str]](), backend.lower_regions
+
+    def lowers(program: Program, *args: Any) -> Any:
+        lowered.append({w.name for w in program.problem.weights if w.source.compressed})
+        return lower(program, *args)
+
+    monkeypatch.setattr(backend, "lower_regions", lowers)
+    if placed:
+        offload(model, min_bytes=LEAST, pack="auto")
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": LEAST, "pack": True})
+    for seed in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(BF16)
+        assert torch.equal(run(x), twin(x))
+    assert lowered == [packed(model)] == [{*buffers(model)} - {NAME}] != [set()]
 
 
 class Twice(Stack):
@@ -183,7 +210,7 @@ def test_what_stays_raw_in_a_model_that_is_packed() -> None:
     model, twin = make(), make()
     offload(model, min_bytes=LEAST, pack=True)
     assert packed(model) == {"packed"} and len(buffers(model)) == 7
-    assert not any(buffer.packable for name, buffer in buffers(model).items() if name != "packed")
+    assert {buffer.form for name, buffer in buffers(model).items() if name != "packed"} == {Form.RAW}
     assert same(model, twin)
     restore(model)
     assert same(model, twin)
@@ -266,16 +293,18 @@ def test_the_drive_has_packed_bytes(saved: str) -> None:
     model, twin = load_stack(saved), in_memory(load_stack(saved))
     offload(model, min_bytes=LEAST, pack=True, host_memory=0)
     found = buffers(model)
-    assert packed(model) == {*found} - {ESCAPES} and all(b.scratch and b.where is Where.FILE for b in found.values())
-    file = next(iter(found.values())).drive.file
+    assert packed(model) == {*found} - {ESCAPES}
+    assert all(b.backing.in_scratch_file and b.backing.where is Where.FILE for b in found.values())
+    file = next(iter(found.values())).backing.bytes.file
     placed = next(iter(found.values())).store.buffers
     assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(b.nbytes) for b in placed)
-    assert all(torch.equal(b.drive.read_all(), flat_bytes(b.stored)) for b in found.values())
+    assert all(torch.equal(b.backing.bytes.read_all(), flat_bytes(b.stored)) for b in found.values())
     assert all(held(found[name].host) == 0 for name in packed(model))
     for m in (model, twin):
         m.get_parameter(NAME).mul_(1.5)
         m.get_parameter(OTHER).copy_(heavy(m.get_parameter(OTHER)))
-    assert found[NAME].is_packed and found[NAME].where is found[OTHER].where is Where.OWN and not found[OTHER].is_packed
+    assert found[NAME].compressed and not found[OTHER].compressed
+    assert found[NAME].backing.where is found[OTHER].backing.where is Where.OWN
     assert same(model, twin)
     restore(model)
     assert same(model, twin)
@@ -338,17 +367,17 @@ def on_two_ranks(rank: int, file: str, host_memory: int | None) -> None:
     assert [r for r in records if "other values" in r] == [
         f"rank 1 has other values than rank 0 in {OTHER}, and keeps its own copy of them"
     ]
-    own = {n for n, b in found.items() if b.where is not place}
+    own = {n for n, b in found.items() if b.backing.where is not place}
     if host_memory is None:
         assert own == ({ESCAPES, written, OTHER} if rank else {ESCAPES, written})
     else:
-        assert all(b.scratch and b.drive.nbytes == b.nbytes for b in found.values())
+        assert all(b.backing.in_scratch_file and b.backing.bytes.nbytes == b.nbytes for b in found.values())
     dist.barrier()
     if rank == 0:
         for m in (model, twin):
             m.get_parameter(NAME)[1:].mul_(1.5)
             m.get_parameter("blocks.3.up.weight").copy_(heavy(m.get_parameter("blocks.3.up.weight")))
-        assert found[NAME].is_packed and found[NAME].where is Where.OWN
+        assert found[NAME].compressed and found[NAME].backing.where is Where.OWN
     dist.barrier()
     assert same(model, twin)
     state = model.state_dict()

@@ -67,7 +67,7 @@ def test_every_rank_pulls_every_weight(ranks: int, small_stripes: None) -> None:
     """Any bytes of it, also of sizes that the number of ranks does not divide; all but its own part from the others."""
     for rank, buffers in enumerate(sharded(ranks, lambda _: weights(0))):
         for buffer, plain in zip(buffers, weights(0), strict=True):
-            pieces, values = buffer.source, flat_bytes(plain)
+            pieces, values = buffer.bytes, flat_bytes(plain)
             assert isinstance(pieces, Pieces) and pieces.place == rank and pieces.numel() == values.numel()
             assert sum(p.numel() for p in pieces.held) < values.numel() + 256 * ranks
             for begin, end in ((0, len(values)), (STRIPE - 8, 3 * STRIPE + 12), (len(values) // 3, len(values))):
@@ -84,12 +84,12 @@ def test_what_is_written_is_pulled_no_more(small_stripes: None) -> None:
     first, second = sharded(2, lambda _: weights(0))
     written = first[-1]
     written.host.zero_()
-    assert isinstance(written.source, torch.Tensor) and not written.source.any() and written.pieces is None
+    assert isinstance(written.bytes, torch.Tensor) and not written.bytes.any() and written.pieces is None
     del written
     first.clear()
     for buffer, plain in zip(second, weights(0), strict=True):
-        assert isinstance(buffer.source, Pieces)
-        assert torch.equal(pulled(buffer.source, slice(None)), flat_bytes(plain))
+        assert isinstance(buffer.bytes, Pieces)
+        assert torch.equal(pulled(buffer.bytes, slice(None)), flat_bytes(plain))
 
 
 def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_stripes: None) -> None:
@@ -100,8 +100,8 @@ def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_stripes: Non
 
     caplog.set_level(logging.WARNING, LOG)
     for rank, buffers in enumerate(sharded(3, of_rank)):
-        assert [isinstance(b.source, Pieces) for b in buffers] == [True, True, True, False, True]
-        assert torch.equal(buffers[3].source, flat_bytes(of_rank(rank)[3]))
+        assert [isinstance(b.bytes, Pieces) for b in buffers] == [True, True, True, False, True]
+        assert torch.equal(buffers[3].bytes, flat_bytes(of_rank(rank)[3]))
     assert said(caplog) == 3 * [
         "1 weights, such as w3, have other values on some ranks, and stream from host memory: pieces on the devices of "
         "several ranks need equal values"
@@ -111,7 +111,7 @@ def test_values_that_differ(caplog: pytest.LogCaptureFixture, small_stripes: Non
 def test_weights_that_one_rank_has_not(small_stripes: None) -> None:
     """The ranks shard those that all of them have, such as where one rank took a weight out of the model."""
     for buffers in sharded(2, lambda rank: weights(0)[: 5 - rank]):
-        assert [isinstance(b.source, Pieces) for b in buffers] == [True, True, True, True, False][: len(buffers)]
+        assert [isinstance(b.bytes, Pieces) for b in buffers] == [True, True, True, True, False][: len(buffers)]
 
 
 def test_ranks_that_run_other_parts(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +128,7 @@ def test_ranks_that_run_other_parts(caplog: pytest.LogCaptureFixture) -> None:
 
     caplog.set_level(logging.WARNING, LOG)
     for buffers in together(nodes, twice):
-        assert not any(isinstance(b.source, Pieces) for b in buffers)
+        assert not any(isinstance(b.bytes, Pieces) for b in buffers)
     assert said(caplog) == 2 * [
         "The ranks run different parts of the model (rank 0: 5 weights from a0 on; rank 1: 5 weights from a1 on), so the "
         "weights that are not sharded yet stream from host memory on all ranks. To shard them, restore the model on each "
@@ -172,7 +172,7 @@ def test_after_a_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         return buffers
 
     for buffers in together(several(2), again):
-        assert all(isinstance(b.source, Pieces) for b in buffers)
+        assert all(isinstance(b.bytes, Pieces) for b in buffers)
 
 
 def test_plans_that_want_other_weights(caplog: pytest.LogCaptureFixture, small_stripes: None) -> None:
@@ -187,7 +187,7 @@ def test_plans_that_want_other_weights(caplog: pytest.LogCaptureFixture, small_s
 
         with caplog.at_level(logging.WARNING, LOG):
             for buffers in together(nodes, shard):
-                assert {i for i, b in enumerate(buffers) if isinstance(b.source, Pieces)} == both
+                assert {i for i, b in enumerate(buffers) if isinstance(b.bytes, Pieces)} == both
         counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(wanted))
         assert said(caplog) == 2 * any(wanted) * [
             f"The plans of the ranks shard different weights of the 5 from w0 on ({counts}), so the ranks shard the "
@@ -211,9 +211,9 @@ def test_a_weight_that_is_unpacked() -> None:
         return found
 
     for buffer in together(several(2), shard):
-        assert isinstance(buffer.source, Pieces) and buffer.source.numel() == buffer.nbytes < plain.nbytes
+        assert isinstance(buffer.bytes, Pieces) and buffer.bytes.numel() == buffer.nbytes < plain.nbytes
         buffer.unpack()
-        assert isinstance(buffer.source, torch.Tensor) and torch.equal(buffer.source, flat_bytes(plain))
+        assert isinstance(buffer.bytes, torch.Tensor) and torch.equal(buffer.bytes, flat_bytes(plain))
 
 
 def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, small_stripes: None) -> None:
@@ -226,7 +226,7 @@ def test_a_wrong_order_of_the_pieces_is_found(monkeypatch: pytest.MonkeyPatch, s
 
     monkeypatch.setattr(Peers, "_memories", turned)
     for buffers in sharded(2, lambda _: weights(0)[2:]):
-        assert not any(isinstance(b.source, Pieces) for b in buffers)
+        assert not any(isinstance(b.bytes, Pieces) for b in buffers)
 
 
 def refuses(rank: int) -> None:

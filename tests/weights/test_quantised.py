@@ -116,7 +116,7 @@ def test_a_class_that_stays_is_named_with_what_streams_instead() -> None:
 def on_the_drive_of_all(rank: int, kind: str) -> None:
     model, twin = pair(kind)
     offload(model, min_bytes=MIN_BYTES, share=True, host_memory=10_000)
-    assert any(t.buffer.scratch for t in tensors(model) if isinstance(t, HostWeight))
+    assert any(t.buffer.backing.in_scratch_file for t in tensors(model) if isinstance(t, HostWeight))
     check(compiled(model), twin)
     restore(model)
     check(model, twin)

@@ -139,13 +139,13 @@ def shared_shards(rank: int) -> None:
     logging.getLogger("chunkflow_compile").addHandler(handler)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = offload(stack(mesh["tensor"]), min_bytes=4096, share=True)
-    assert all(t.buffer.where is not Where.SHARED for t in leaves_of(model) if isinstance(t, HostWeight)), (
+    assert all(t.buffer.backing.where is not Where.SHARED for t in leaves_of(model) if isinstance(t, HostWeight)), (
         "shards differ"
     )
     model, twin = stack(mesh["tensor"]), stack(mesh["tensor"])
     offload(model, min_bytes=4096, share=mesh["data"].get_group())
     shards = [t for t in leaves_of(model) if isinstance(t, HostWeight)]
-    assert len(shards) == 4 and all(t.buffer.where is Where.SHARED for t in shards)
+    assert len(shards) == 4 and all(t.buffer.backing.where is Where.SHARED for t in shards)
     model.compile(backend="chunkflow", fullgraph=True, options=EAGER)
     steps(model, twin)
     assert streamed(model) > 0

@@ -55,7 +55,7 @@ def memfds() -> int:
 
 
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, buffer in buffers(model).items() if buffer.where is Where.SHARED}
+    return {name for name, buffer in buffers(model).items() if buffer.backing.where is Where.SHARED}
 
 
 def large(model: nn.Module) -> set[str]:
@@ -63,12 +63,12 @@ def large(model: nn.Module) -> set[str]:
 
 
 def in_scratch(model: nn.Module) -> dict[str, HostBuffer]:
-    return {name: buffer for name, buffer in buffers(model).items() if buffer.scratch}
+    return {name: buffer for name, buffer in buffers(model).items() if buffer.backing.in_scratch_file}
 
 
 def file_of(buffer: HostBuffer) -> tuple[int, int]:
-    assert buffer.drive is not None
-    told = os.fstat(buffer.drive.file.descriptor.number)
+    assert buffer.source.file
+    told = os.fstat(buffer.backing.bytes.file.descriptor.number)
     return told.st_dev, told.st_ino
 
 
@@ -100,10 +100,10 @@ WRITES: tuple[Callable[[nn.Module, str], Any], ...] = (
 def in_one_file(model: nn.Module, world: int) -> set[str]:
     """The weights that lie in a file of all ranks."""
     found = in_scratch(model)
-    (file,) = {buffer.drive.file for buffer in found.values() if buffer.drive is not None}
+    (file,) = {buffer.backing.bytes.file for buffer in found.values() if buffer.source.file}
     ((device, inode),) = {file_of(buffer) for buffer in found.values()}
     assert everywhere((device, inode)) == [(device, inode)] * world, "one file a machine"
-    placed = [buffer for buffer in next(iter(found.values())).store.buffers if buffer.scratch]
+    placed = [buffer for buffer in next(iter(found.values())).store.buffers if buffer.backing.in_scratch_file]
     assert len(placed) > len(found), "with buffers"
     assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(buffer.nbytes) for buffer in placed)
     return {*found}
@@ -128,9 +128,9 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
     names, on_drive = large(model), where == PLACES[1]
     offload(model, min_bytes=LEAST, share=True, **PLACED[where])
     if on_drive:
-        assert {name for name, buffer in buffers(model).items() if buffer.drive is not None} == names
+        assert {name for name, buffer in buffers(model).items() if buffer.source.file} == names
         assert in_one_file(model, world) == names
-        first = buffers(model)[min(names)].drive
+        first = buffers(model)[min(names)].backing.bytes
     else:
         assert shared(model) == names and memfds() == 1
         assert len({len(pickle.dumps(m.get_parameter(min(names)))) for m in (model, twin)}) == 1, "without the others"
@@ -157,7 +157,9 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*views, strict=True))
         if on_drive:
             private = {
-                n for n, buffer in buffers(model).items() if buffer.drive is None or buffer.drive.file is not first.file
+                n
+                for n, buffer in buffers(model).items()
+                if not buffer.source.file or buffer.backing.bytes.file is not first.file
             }
         else:
             private = names - shared(model)
@@ -307,14 +309,14 @@ def beside_the_drive(rank: int, file: str, dtype: torch.dtype | None) -> None:
     budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
     offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=dtype)
     found = buffers(model)
-    drive, memory = {name for name, buffer in found.items() if buffer.drive is not None}, shared(model)
+    drive, memory = {name for name, buffer in found.items() if buffer.source.file}, shared(model)
     assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(found)
     # buffers are shared too, and each begins at a page
     one, other = found[min(memory)], found[min(drive)]
-    assert one.where is Where.SHARED and other.scratch == (dtype is not None)
-    placed = [buffer for buffer in one.store.buffers if buffer.drive is None]
+    assert one.backing.where is Where.SHARED and other.backing.in_scratch_file == (dtype is not None)
+    placed = [buffer for buffer in one.store.buffers if not buffer.source.file]
     assert sum(buffer.nbytes for buffer in placed) <= budget
-    held = os.fstat(one._backing._descriptor.number).st_size
+    held = os.fstat(one.backing._descriptor.number).st_size
     assert held == sum(whole_pages(buffer.nbytes) for buffer in placed) and memfds() == 1
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin)
@@ -326,7 +328,7 @@ def beside_the_drive(rank: int, file: str, dtype: torch.dtype | None) -> None:
         steps(run, twin, 5)
     # what a rank has written is in memory of its own from then on
     assert shared(model) == (memory - {one.name} if rank else memory)
-    assert (other.drive is None) == (rank == 1)
+    assert (not other.source.file) == (rank == 1)
     restore(model)
     assert same(model, twin)
 

@@ -207,7 +207,7 @@ def test_values_that_do_not_fit_are_raw_and_still_shared() -> None:
         array(state[NAME])[:] = array(heavy(state[NAME]))
     pair.step()
     buffer = buffers(pair.model)[NAME]
-    assert not buffer.is_packed and buffer.where is Where.OWN and without_name() < files
+    assert not buffer.compressed and buffer.backing.where is Where.OWN and without_name() < files
     for write in (WRITES["array"], WRITES["pointer"]):
         for state in states:
             write(state[NAME])
@@ -258,12 +258,14 @@ def test_weights_that_share_a_page_of_a_checkpoint(tmp_path: Path) -> None:
         state[NAME].numpy()[:] *= 0.5
     placement: Any = placement_of(model)
     placement.store.mark_exported_dirty()
-    assert {n for n, b in found.items() if b.where is not Where.FILE} == {NAME}
+    assert {n for n, b in found.items() if b.backing.where is not Where.FILE} == {NAME}
     assert same(model, twin)
     x = torch.randn(4, 8)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     assert torch.equal(run(x)[0], twin(x)[0])
-    assert {n for n, b in found.items() if b.where is not Where.FILE} == {NAME} and found[NAME].where is Where.OWN
+    assert {n for n, b in found.items() if b.backing.where is not Where.FILE} == {NAME} and found[
+        NAME
+    ].backing.where is Where.OWN
 
 
 def test_without_memory_a_write_is_packed_all_the_same() -> None:

@@ -29,7 +29,7 @@ def two_blocks() -> Cut:
 
 
 def peers_in(cut: Cut) -> dict[str, int]:
-    return {w.name: w.peers for w in cut.problem.weights if w.peers}
+    return {w.name: w.source.ranks for w in cut.problem.weights if w.source.sharded}
 
 
 class TestListing(TestCase):
@@ -69,7 +69,7 @@ def test_the_regions_are_the_same() -> None:
     assert cut.regions is raw.regions and cut.sequence is raw.sequence
     assert peers_in(cut) == dict.fromkeys(names[:2], 4) and cut.problem.digest != raw.problem.digest
     assert cut.problem.piece_bytes == 2 * piece_bytes(64 * 128 * 2, 4) and raw.problem.piece_bytes == 0
-    assert {w.parameter.name for w in cut.discovery.weights if w.parameter.peers} == set(names[:2])
+    assert {w.parameter.name for w in cut.discovery.weights if w.parameter.source.sharded} == set(names[:2])
     assert on_peers(cut, (), 4).problem == raw.problem and peers_in(on_peers(cut, names, 2)) == dict.fromkeys(names, 2)
     plan = plan_of(cut.problem, memory=60_000)
     program = rewrite(cut, plan)
@@ -87,7 +87,7 @@ def test_packed_weights_in_pieces() -> None:
     assert first.raw.problem == then.raw.problem == on_peers(raw, names[:3], 2).problem
     weights = {w.name: w for w in first.problem.weights}
     assert first.problem.piece_bytes == sum(piece_bytes(weights[name].nbytes, 2) for name in names[:3])
-    assert weights[names[2]].nbytes < weights[names[2]].packed == weights[names[0]].nbytes
+    assert weights[names[2]].nbytes < weights[names[2]].source.values == weights[names[0]].nbytes
 
 
 def test_pieces_at_other_sizes() -> None:

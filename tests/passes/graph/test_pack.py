@@ -20,7 +20,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.packing import Layout, pack
 from chunkflow_compile.passes.pipeline import Stage, make_cut
 from chunkflow_compile.passes.placement.place import least_memory
-from chunkflow_compile.passes.problem import Weight
+from chunkflow_compile.passes.problem import HOST, Weight
 from chunkflow_compile.passes.program.contracts import check_cut
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify
@@ -43,7 +43,7 @@ def run(cut: Cut, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     values: dict[object, torch.Tensor] = {}
     for weight in cut.discovery.weights:
         parameter = model.get_parameter(weight.parameter.name).detach()
-        if weight.parameter.packed:
+        if weight.parameter.source.compressed:
             raw, parameter = parameter, torch.empty(Layout.of(parameter.numel()).words, dtype=torch.int32)
             assert pack(raw, parameter)
         values[weight.node] = parameter
@@ -139,7 +139,7 @@ def test_a_packed_weight_has_the_bytes_of_its_form() -> None:
     cut = packed(raw, ["blocks.1.up.weight"])
     before, after = by_name(raw), by_name(cut)
     name = "blocks.1.up.weight"
-    assert (after[name].nbytes, after[name].packed) == (Layout.of(64 * 128).nbytes, before[name].nbytes)
+    assert (after[name].nbytes, after[name].source.values) == (Layout.of(64 * 128).nbytes, before[name].nbytes)
     assert cut.packed == {name} and cut.problem.unpacked_bytes == before[name].nbytes > after[name].nbytes
     assert {n: w for n, w in after.items() if n != name} == {n: w for n, w in before.items() if n != name}
     assert [after is before for after, before in zip(cut.regions, raw.regions, strict=True)] == [True, False]
@@ -166,7 +166,7 @@ def test_values_count_against_memory() -> None:
         name: least_memory(problem, machine, 4096)
         for name, problem in (
             ("packed", cut.problem),
-            ("without", replace(cut.problem, weights=tuple(replace(w, packed=0) for w in cut.problem.weights))),
+            ("without", replace(cut.problem, weights=tuple(replace(w, source=HOST) for w in cut.problem.weights))),
         )
     }
     assert least["packed"] == least["without"] + cut.problem.unpacked_bytes

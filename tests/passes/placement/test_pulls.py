@@ -14,6 +14,7 @@ from problems import CHUNK, MACHINE, blocks_problem, problem, small_problems, we
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
@@ -21,7 +22,7 @@ from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Source
 from chunkflow_compile.passes.step import Scheduler
 
 US = 1e-6
@@ -33,7 +34,9 @@ NVLINK = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowd
 def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
     """With pieces of these weights, or of all that may stream, on the devices of the ranks."""
     chosen = set(names) or {w.name for w in found.weights if w.keep is None}
-    return replace(found, weights=tuple(replace(w, peers=ranks * (w.name in chosen)) for w in found.weights))
+    return replace(
+        found, weights=tuple(replace(w, source=Source(ranks=ranks * (w.name in chosen))) for w in found.weights)
+    )
 
 
 def play(found: Problem, windows: dict[str, tuple[int | None, ...]], machine: Hardware = NVLINK) -> Timeline:
@@ -80,7 +83,7 @@ def test_a_region_is_stretched_by_what_is_in_flight() -> None:
 
 def test_pulls_keep_clear_of_collectives_and_copies_need_not() -> None:
     found, machine = blocks_problem(8, 30.0), replace(NVLINK, peer_bandwidth=1.01 * MACHINE.copy_rate)
-    pulled = place(on_devices(found, 2), machine, chunk_bytes=CHUNK, slowdown=1.0)
+    pulled = place(on_devices(found, 2), machine, Goal(slowdown=1.0), chunk_bytes=CHUNK)
     assert pulled.predicted is not None and pulled.predicted.inflation_s == 0
     spans = pulled.predicted.spans
     meet = [
@@ -104,14 +107,14 @@ def test_weights_in_host_memory_stay_first() -> None:
 @given(found=small_problems(), ranks=st.integers(2, 5), every=st.integers(1, 2), room=st.integers(0, 6))
 def test_pieces_count_against_memory(found: Problem, ranks: int, every: int, room: int) -> None:
     found = on_devices(found, ranks, *(w.name for w in found.weights[::every]))
-    pieces = sum(piece_bytes(w.nbytes, w.peers) for w in found.weights if w.peers)
+    pieces = sum(piece_bytes(w.nbytes, w.source.ranks) for w in found.weights if w.source.sharded)
     assert found.piece_bytes == pieces > 0
     least = least_memory(found, NVLINK, CHUNK)
-    plan = place(found, NVLINK, chunk_bytes=CHUNK, memory=least + room * CHUNK)
+    plan = place(found, NVLINK, Goal(memory=least + room * CHUNK), chunk_bytes=CHUNK)
     assert plan.piece_bytes == pieces and pieces < plan.device_bytes <= least + room * CHUNK
     for planned, given_ in zip(plan.weights, found.weights, strict=True):
-        assert planned.peers == given_.peers
-        assert planned.home in ("device", "peers" if given_.peers else "host")
+        assert planned.source == given_.source
+        assert planned.home in ("device", "peers" if given_.source.sharded else "host")
         assert (planned in plan.streamed) == (planned.home != "device")
     from_host = sum(plan.streamed_bytes(w) for w in plan.weights if w.home == "host")
     assert 0 <= plan.pulled_bytes <= plan.moved_bytes - from_host
@@ -119,7 +122,7 @@ def test_pieces_count_against_memory(found: Problem, ranks: int, every: int, roo
     assert Plan.from_json(plan.to_json()) == plan
     assert (found.digest == on_devices(found, 0).digest) == (not pieces)
     with pytest.raises(ChunkflowError, match=r"too little: the program needs .* of them for this rank's pieces of wei"):
-        place(found, NVLINK, chunk_bytes=CHUNK, memory=least - 256)
+        place(found, NVLINK, Goal(memory=least - 256), chunk_bytes=CHUNK)
 
 
 def test_the_curve_of_weights_in_pieces() -> None:
@@ -133,9 +136,9 @@ def test_plans_without_pieces_are_as_they_were() -> None:
     """Problems and plans keep their digests, and their files their bytes."""
     found = blocks_problem(2)
     assert found.digest == "f65d61ab22013e91"
-    plan = place(found, MACHINE, chunk_bytes=CHUNK, memory=20 * CHUNK)
+    plan = place(found, MACHINE, Goal(memory=20 * CHUNK), chunk_bytes=CHUNK)
     assert plan.digest == "ef25826bc0c4ffd0" and "peers" not in plan.to_json()
-    pulled = place(on_devices(found, 2, "w0"), NVLINK, chunk_bytes=CHUNK, memory=24 * CHUNK)
+    pulled = place(on_devices(found, 2, "w0"), NVLINK, Goal(memory=24 * CHUNK), chunk_bytes=CHUNK)
     stored = json.loads(pulled.to_json())["weights"]
     assert [w.get("peers") for w in stored[:2]] == [2, None]
 

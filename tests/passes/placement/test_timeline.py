@@ -9,13 +9,14 @@ from helpers import plan_of, ulysses_cut
 from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.curve import plans_along
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import END_OF_CALL, Simulator, Timeline
 from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Source
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.step import Scheduler, order
 from chunkflow_compile.report.story import changes
@@ -66,7 +67,7 @@ def test_four_ranks_behind_one_port_copy_at_a_quarter_of_its_rate() -> None:
 
 def test_a_plan_knows_what_its_ranks_share() -> None:
     """The same bytes as for one rank on a link of a quarter; a bound that does not bind changes nothing."""
-    found, goal = blocks_problem(4), {"chunk_bytes": CHUNK, "memory": 24 * CHUNK}
+    found, goal = blocks_problem(4), {"chunk_bytes": CHUNK, "goal": Goal(memory=24 * CHUNK)}
     machine, together = replace(MACHINE, host_bandwidth=MACHINE.copy_rate), replace(found, ranks=4)
     shared = place(together, machine, **goal)  # type: ignore[arg-type]
     assert shared == place(found, replace(MACHINE, h2d_bandwidth=MACHINE.copy_rate / 4), **goal)  # type: ignore[arg-type]
@@ -142,7 +143,7 @@ def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
         for s in (Simulator(p, machine, CHUNK),)
     ]
     assert [len(known.gaps) for known in link] == [1, 2]
-    placed = place(on_engines(found), machine, chunk_bytes=CHUNK, memory=12 * CHUNK)
+    placed = place(on_engines(found), machine, Goal(memory=12 * CHUNK), chunk_bytes=CHUNK)
     assert placed.moved_bytes and placed.predicted.inflation_s == pytest.approx(0, abs=1e-12)
 
 
@@ -172,7 +173,7 @@ def test_a_copy_beside_compute_slows_compute_alone() -> None:
 @pytest.mark.parametrize(("chunk_us", "step_us"), [(1, 10), (2, 10), (4, 16)])
 def test_the_drive_reads_ahead_of_the_copies(chunk_us: int, step_us: int) -> None:
     """Reads of 4, 8 or 16 a step: ahead of the copies, across the end of the step."""
-    found = problem([5, 5], [replace(weight(0, 4 * CHUNK, (1,)), drive=True)])
+    found = problem([5, 5], [replace(weight(0, 4 * CHUNK, (1,)), source=Source(file=True))])
     played = play(found, {"w0": (0,) * 4}, drive_bandwidth=CHUNK / (chunk_us * US))
     assert played.step_s == pytest.approx(step_us * US)
     assert played.exposed_s == pytest.approx((step_us - 10) * US)
@@ -181,7 +182,7 @@ def test_the_drive_reads_ahead_of_the_copies(chunk_us: int, step_us: int) -> Non
 
 def test_a_copy_that_waits_for_the_drive_holds_up_those_after_it() -> None:
     """Two weights of 2, one on the drive: its read of 12 a step decides the step, and the other one's copy comes after."""
-    drive, other = replace(weight(0, 2 * CHUNK, (1,)), drive=True), weight(1, 2 * CHUNK, (1,))
+    drive, other = replace(weight(0, 2 * CHUNK, (1,)), source=Source(file=True)), weight(1, 2 * CHUNK, (1,))
     slow = play(problem([5, 5], [drive, other]), {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (6 * US))
     assert slow.step_s == pytest.approx(12 * US) and slow.copy_s == pytest.approx(4 * US)
     fast = play(problem([5, 5], [drive, other]), {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (4 * US))
@@ -189,7 +190,7 @@ def test_a_copy_that_waits_for_the_drive_holds_up_those_after_it() -> None:
 
 
 def test_compute_beside_a_copy_that_waits_for_the_drive_is_not_slowed() -> None:
-    found = problem([5, 5], [replace(weight(0, 2 * CHUNK, (1,)), drive=True)])
+    found = problem([5, 5], [replace(weight(0, 2 * CHUNK, (1,)), source=Source(file=True))])
     played = play(found, {"w0": (0,) * 2}, compute_slowdown=2.0, drive_bandwidth=CHUNK / (6 * US))
     # the copy of 2 stretches the compute beside it from 1 to 2; the drive decides the step
     assert played.step_s == pytest.approx(12 * US)

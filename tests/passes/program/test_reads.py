@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.passes.program import reads
-from chunkflow_compile.passes.program.cycle import Call, Cycle, border, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, room
-from chunkflow_compile.passes.step import Copy
+from chunkflow_compile.passes.step import Copy, copies
 from chunkflow_compile.weights.drive import for_the_drive
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -52,7 +53,7 @@ def cycle() -> Cycle:
         names = {w.name: f"{number}.{w.name}" for w in cut.problem.weights}
         calls.append(Call(cut, names, {}, frozenset(names[name] for name in drive)))
     found = write(calls, plan_of(join(calls)))
-    assert [w.drive for w in found.problem.weights].count(True) >= 4
+    assert [w.source.file for w in found.problem.weights].count(True) >= 4
     return found
 
 
@@ -128,7 +129,7 @@ def test_what_is_pulled_takes_no_room_in_the_ring(monkeypatch: pytest.MonkeyPatc
     assert not list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
     pulled, *others = sorted(read)
     read.clear()
-    weights = [replace(w, home="peers", peers=2) if w.name == pulled else w for w in of.plan.weights]
+    weights = [replace(w, home="peers", source=Source(ranks=2)) if w.name == pulled else w for w in of.plan.weights]
     of = replace(of, plan=replace(of.plan, weights=tuple(weights)))
     assert not list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
     assert sorted(read) == others
@@ -137,13 +138,13 @@ def test_what_is_pulled_takes_no_room_in_the_ring(monkeypatch: pytest.MonkeyPatc
 def test_reads_begin_again_at_every_call() -> None:
     """From each call on, the ring has what is fetched first there, and then the passes in their order."""
     found = cycle()
-    drive = frozenset(w.name for w in found.problem.weights if w.drive)
+    drive = frozenset(w.name for w in found.problem.weights if w.source.file)
 
     def loop() -> Iterator[Copy]:
-        return itertools.cycle(op.copy for _, op in found.prefetches if op.copy.weight in drive)
+        return itertools.cycle(op for ops in found.ops for op in copies(ops) if op.weight in drive)
 
     for call in range(2):
-        of = reads.reads_from(found, call, border(found, call), drive)
+        of = reads.reads_from(found, call, drive)
         assert of.begin == call * len(of.repeated) // 2 and len(of.repeated) >= 4
         expected = islice(loop(), of.begin, of.begin + 2 * len(of.repeated))
         assert list(of.passes(2)) == [*of.first, *expected]

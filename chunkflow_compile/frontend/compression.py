@@ -1,0 +1,32 @@
+"""Compression: which of the weights that a plan wants compressed can be, asked before code is lowered for their form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.packed import Packed
+
+
+def compressible(cut: Cut, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The names of the compressed weights of a cut that can be compressed.  A placed one is compressed here.
+
+    ``weights``: by their names in the cut.  One that comes into the store later is compressed there; its values say here
+    whether they fit.
+    """
+    with unset_fake_temporarily(), torch.no_grad():
+        return frozenset(name for name in cut.packed if _compresses(weights[name]))
+
+
+def _compresses(weight: torch.Tensor) -> bool:
+    if (buffer := buffer_of(weight)) is not None:
+        return buffer.pack()
+    if isinstance(weight, FakeTensor) or weight.is_meta:
+        return True
+    values = weight.values_on_host if isinstance(weight, HostWeight) else weight.detach().to("cpu")
+    return Packed.of(values) is not None
