@@ -126,7 +126,10 @@ class Cycle:
 
     def at(self, call: int, program: Program) -> Cycle:
         """The cycle with another program in the place of a call."""
-        return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
+        changed = replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
+        # to read those of the other calls again for each call would take a second for a cycle of many blocks
+        vars(changed)["ops"] = (*self.ops[:call], ops_of(program), *self.ops[call + 1 :])
+        return changed
 
 
 def block_of(weight: str) -> str:
