@@ -22,11 +22,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import HOST, Problem, Weight
-from chunkflow_compile.passes.step import Copy, Evict, Op, Record, Run, Wait
+from chunkflow_compile.passes.step import Copy, Evict, Op, Record, Run, Scheduler, Wait
 
 from .arms import PlayedStep
 

@@ -22,11 +22,10 @@ from dataclasses import replace
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Moves, Sharded
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
 from chunkflow_compile.passes.problem import HOST, Collective, Problem
-from chunkflow_compile.passes.step import Copy, Finish, Op, Run, Start, Step
+from chunkflow_compile.passes.step import Copy, Finish, Op, Run, Scheduler, Start, Step
 
 from .arms import PlayedStep
 

@@ -15,10 +15,9 @@ from itertools import accumulate
 
 from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
 from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Step, copies
+from chunkflow_compile.passes.step import Scheduler, Step, copies
 
 from .policies import layerwise
 from .residency import rank

@@ -18,11 +18,23 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.pieces import from_others
 from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Step, Wait
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evaluate,
+    Evict,
+    Finish,
+    Op,
+    Record,
+    Release,
+    Run,
+    Scheduler,
+    Start,
+    Step,
+    Wait,
+)
 
 from .resources import IDLE, Drive, Phase, Queue, Transfer, Use, stretches
 

@@ -19,13 +19,13 @@ from itertools import accumulate, chain
 
 from torch.fx import Node
 
+from chunkflow_compile.passes.forms import CallEvents, prologue, resident
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.passes.order import order
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
-from chunkflow_compile.passes.step import CallEvents, Copy, Step, Transfers, marks, prologue, resident, transfers
+from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, transfers
 
 from .rewrite import CyclePlace, Program, ops_of, rewrite
 
@@ -112,7 +112,7 @@ class Cycle:
     def prologue(
         self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
-        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`step.prologue`."""
+        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
         return prologue(self._issued, begin, self._kept, lanes, stale, jumps=jumps)
 

@@ -30,10 +30,9 @@ from chunkflow_compile.passes.graph.discover import awaited, collective_kind, co
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import transfer_of, unfolded, write
-from chunkflow_compile.passes.order import order
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Evaluate, Finish, Op, Release, Run, Start, Step, Transfers, transfers
+from chunkflow_compile.passes.step import Evaluate, Finish, Op, Release, Run, Start, Step, Transfers, order, transfers
 
 from .lifetimes import releases
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from problems import CHUNK, problem, small_problems, weight
 from torch.fx import Graph
 
+from chunkflow_compile.passes.forms import joined
 from chunkflow_compile.passes.ops import folded, transfer_of, unfolded, write
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.placement.policies import next_block_barriers
 from chunkflow_compile.passes.placement.search import barriers
 from chunkflow_compile.passes.plan import Barrier, Windows
 from chunkflow_compile.passes.problem import Problem, Source
-from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Record, Run, Start, Step, Wait, joined, transfers
+from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Record, Run, Scheduler, Start, Step, Wait, transfers
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,6 +221,7 @@ def test_few_files_look_at_the_class_of_an_op() -> None:
                 found.add(file.relative_to(ROOT).as_posix())
     assert found | {"passes/step.py"} == {
         "passes/step.py",
+        "passes/forms.py",
         "passes/ops.py",
         "passes/placement/timeline.py",
         "passes/program/happens_before.py",

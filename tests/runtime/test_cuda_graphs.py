@@ -21,8 +21,8 @@ from torch import nn
 from chunkflow_compile import cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.passes.program.cycle import prefetches
-from chunkflow_compile.passes.step import CallEvents
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog

@@ -21,12 +21,12 @@ from random_programs import Choices, Layer, PeersBench, Spec, choices, examples,
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes import pieces as geometry
+from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.passes.ops import WAIT
 from chunkflow_compile.passes.plan import Plan, runs
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import check, verify, verify_together
-from chunkflow_compile.passes.step import CallEvents
 from chunkflow_compile.weights.pieces import Pieces
 
 STEPS = 3

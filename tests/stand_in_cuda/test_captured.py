@@ -16,7 +16,7 @@ from torch import nn
 
 from chunkflow_compile import Arena, compile, enable_adapters, offload, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
-from chunkflow_compile.passes.step import CallEvents
+from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import PASSES, CaptureLog

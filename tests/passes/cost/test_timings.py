@@ -14,10 +14,10 @@ from problems import CHUNK, MACHINE, blocks_problem
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.search import STRAIN, Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.step import Scheduler
 from chunkflow_compile.runtime.measurement import Measured, StepMeasurement, WindowSeconds, copying_share, measured
 from chunkflow_compile.runtime.traffic import Copied, Traffic, Transfer
 

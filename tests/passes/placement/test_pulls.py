@@ -16,7 +16,6 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
-from chunkflow_compile.passes.order import Scheduler
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
 from chunkflow_compile.passes.placement.place import least_memory, place
@@ -24,6 +23,7 @@ from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Source
+from chunkflow_compile.passes.step import Scheduler
 
 US = 1e-6
 about = partial(pytest.approx, rel=1e-3, abs=1e-12)

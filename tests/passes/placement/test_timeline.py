@@ -10,7 +10,6 @@ from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.order import Scheduler, order
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.curve import plans_along
 from chunkflow_compile.passes.placement.place import place
@@ -19,6 +18,7 @@ from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
 from chunkflow_compile.passes.problem import Problem, Source
 from chunkflow_compile.passes.program.rewrite import rewrite
+from chunkflow_compile.passes.step import Scheduler, order
 from chunkflow_compile.report.story import changes
 from chunkflow_compile.simulate.arms import play_program
 
