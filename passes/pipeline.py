@@ -173,8 +173,8 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs.
 
-    Weights are packed, and lie in pieces on the devices of the ranks, as they say too.  Raises ChunkflowError if they must
-    lie there and cannot.
+    Here alone is decided which weights are compressed, and which are sharded: those that are already, if any is, else as
+    ``settings`` say.  Raises ChunkflowError if they must be sharded and cannot be.
     """
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     memory = settings.memory if repeats is None else repeats.memory
@@ -199,7 +199,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
         return finest
     views = "views" not in settings.disabled
     again = cut(traced, (finest.raw or finest).discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
-    if settings.peers == "auto" and before is None:
+    if settings.peers == "auto" and before is None and not _sharded_now(traced):
         again = on_peers(again, to_fewer_peers(again, planned, settings.ranks, memory is not None), settings.ranks)
     return packed(again, names)
 
@@ -208,6 +208,8 @@ def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem]
     """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
     if not isinstance(settings.pack, str | bool):
         return settings.pack & packable(finest)
+    if settings.pack is not True and (now := {p.name for p in finest.traced.parameters if p.source.compressed}):
+        return packable(finest) & now
     if not settings.pack:
         return frozenset()
     if settings.plan is not None:
@@ -221,6 +223,8 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
     """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
     if not isinstance(settings.peers, str | bool):
         return settings.peers & streamable(finest)
+    if now := _sharded_now(finest.traced):
+        return streamable(finest) & now
     if not settings.peers:
         return frozenset()
     if settings.peers is True:
@@ -236,6 +240,10 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
     budget = (settings.memory if finest.traced.repeats is None else finest.traced.repeats.memory) is not None
     rate = settings.hardware.rate_beside_pulls(settings.ranks)
     return to_peers(finest, planned, settings.ranks, budget, rate)
+
+
+def _sharded_now(traced: Traced) -> frozenset[str]:
+    return frozenset(p.name for p in traced.parameters if p.source.sharded)
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
