@@ -164,8 +164,8 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs.
 
-    Weights are packed, and lie in pieces on the devices of the ranks, as they say too.  Raises ChunkflowError if they must
-    lie there and cannot.
+    Here alone is decided which weights are compressed, and which are sharded: those that are already, if any is, else as
+    ``settings`` say.  Raises ChunkflowError if they must be sharded and cannot be.
     """
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     budget = goal_of_cut(traced, settings).memory is not None
@@ -190,7 +190,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
         return finest
     views = "views" not in settings.disabled
     again = cut(traced, (finest.raw or finest).discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
-    if settings.goal.peers == "auto" and before is None:
+    if settings.goal.peers == "auto" and before is None and not _sharded_now(traced):
         again = on_peers(again, to_fewer_peers(again, planned, settings.ranks, budget), settings.ranks)
     return packed(again, names)
 
@@ -205,6 +205,8 @@ def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem]
     pack = settings.goal.pack
     if not isinstance(pack, str | bool):
         return pack & packable(finest)
+    if pack is not True and (now := {p.name for p in finest.traced.parameters if p.source.compressed}):
+        return packable(finest) & now
     if not pack:
         return frozenset()
     if settings.plan is not None:
@@ -219,6 +221,8 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
     peers = settings.goal.peers
     if not isinstance(peers, str | bool):
         return peers & streamable(finest)
+    if now := _sharded_now(finest.traced):
+        return streamable(finest) & now
     if not peers:
         return frozenset()
     if peers is True:
@@ -233,6 +237,10 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
         return frozenset()
     budget = goal_of_cut(finest.traced, settings).memory is not None
     return to_peers(finest, planned, settings.ranks, budget, settings.hardware.rate_beside_pulls(settings.ranks))
+
+
+def _sharded_now(traced: Traced) -> frozenset[str]:
+    return frozenset(p.name for p in traced.parameters if p.source.sharded)
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:

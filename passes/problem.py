@@ -60,8 +60,9 @@ class Parameter:
 
     ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
     for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
-    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``compressible``: whether it is
-    compressed or can be, as far as is known.
+    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``source``: what it is when the
+    graph is traced; in a cut, what it is planned to be.  ``compressible``: whether it is compressed or can be, as far as is
+    known.
     """
 
     index: int

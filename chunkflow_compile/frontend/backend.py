@@ -66,7 +66,7 @@ from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.names import STAGES, OnPeers, Pack, StageName
+from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
 from chunkflow_compile.passes.placement.place import least_memory
@@ -189,16 +189,17 @@ def _compiler(
     if chosen.policy != "resident":
         warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
     part = is_part(weights.values(), index.root, min_bytes)
-    buffers = {p.name: buffer_of(weights[p.key]) for p in parameters}
+    buffers = [buffer_of(weights[p.key]) for p in parameters]
+    peers = None if placement is None else placement.store.peers
     goal, settings = None if placement is None else placement.goal, chosen.settings()
-    peers, ranks = _peers(placement, buffers)
+    sharded = False if peers is None or placement is None else placement.peers
     settings = replace(
         settings,
-        goal=replace(chosen.goal.aimed_at(goal), pack=_pack(chosen.pack, buffers), peers=peers),
+        goal=replace(chosen.goal.aimed_at(goal), peers=sharded),
         plan=settings.plan if goal is None else None,
         part=part,
         outside=bytes_outside(index.root, weights.values(), min_bytes, part),
-        ranks=ranks,
+        ranks=0 if peers is None else peers.ranks,
     )
     return _Compiler(
         chosen=chosen,
@@ -272,7 +273,8 @@ class _Compiler:
         traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
-        if self.settings.goal.pack == "auto" and goal_of_cut(traced, self.settings).memory is None:
+        compressed = any(p.source.compressed for p in self.parameters)
+        if self.settings.goal.pack == "auto" and goal_of_cut(traced, self.settings).memory is None and not compressed:
             others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
@@ -349,29 +351,11 @@ def _check_options(chosen: Options, device: torch.device) -> None:
         check_tensorrt(device)
 
 
-def _pack(wanted: Pack, buffers: Mapping[str, HostBuffer | None]) -> Pack | frozenset[str]:
-    """Which weights a graph is to have packed: all that can be if the option ``wanted`` is True, else those that are, if any
-    is; else what ``wanted`` says.  ``buffers``: of the weights by their names in the graph."""
-    packed = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.compressed)
-    return wanted if wanted is True else packed or wanted
-
-
-def _peers(
-    placement: Placement | None, buffers: Mapping[str, HostBuffer | None]
-) -> tuple[OnPeers | frozenset[str], int]:
-    """Which weights a graph is to have on the devices of the ranks, and how many ranks: those that are there, if any is; else
-    what the model was placed with.  ``buffers``: of the weights by their names in the graph."""
-    if placement is None or placement.store.peers is None:
-        return False, 0
-    sharded = frozenset(name for name, buffer in buffers.items() if buffer is not None and buffer.source.sharded)
-    return sharded or placement.peers, placement.store.peers.ranks
-
-
-def _pieces_elsewhere(placement: Placement | None, buffers: Mapping[str, HostBuffer | None]) -> int:
+def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
     """Bytes of this rank's pieces of weights other than ``buffers``, of a model of which all go to the ranks' devices."""
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
-    others = set(placement.store.buffers) - set(buffers.values())
+    others = set(placement.store.buffers).difference(buffers)
     return sum(piece_bytes(b.nbytes, peers.ranks) for b in others if b.name in peers.pending or b.source.sharded)
 
 

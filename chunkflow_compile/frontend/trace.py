@@ -20,7 +20,7 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.problem import HOST, Parameter, Source
+from chunkflow_compile.passes.problem import HOST, Parameter
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights
 from chunkflow_compile.placed.streamable import why_not
@@ -222,7 +222,7 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
             keep = NO_MODULE
         elif nbytes < min_bytes and id(parameter) not in model.filled:
             keep = f"small: {size(nbytes)}"
-    source = HOST if buffer is None else Source(file=buffer.source.file)  # a graph begins raw, and sharded nowhere
+    source = HOST if buffer is None else buffer.source
     compressible = buffer is None or buffer.form is not Form.RAW
     return Parameter(index=index, inside=inside, names=names, keep=keep, source=source, compressible=compressible)
 

@@ -97,7 +97,8 @@ def discover(traced: Traced) -> Discovery:
             continue
         views.update(dict.fromkeys(chain, node))
         keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
-        weights.append(DiscoveredWeight(parameter, node, keep))
+        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)  # until a pass plans it otherwise
+        weights.append(raw)
     return Discovery(tuple(weights), views)
 
 
