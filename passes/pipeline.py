@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, merged
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
@@ -26,7 +26,7 @@ from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, ju
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
-from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
@@ -146,7 +146,7 @@ def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
-    problem, settings = join(calls), replace(settings, likes=(), part=False)
+    problem, settings = problem_of(calls), replace(settings, likes=(), part=False)
     settings = _decided(problem, settings, inside=True, ends=ends_of(calls))
     plan = make_plan(problem, settings, inside=True, ends=ends_of(calls))
     cycle = write(calls, plan, share="sharing" not in settings.disabled)
@@ -242,7 +242,7 @@ def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
     if given is None and not structures:
         return None
     for groups in (*candidates(finest), apart(finest)):
-        problem = joined(finest.problem, groups)
+        problem = merged(finest.problem, groups)
         if (given is not None and problem.digest == given.problem) or problem.structure in structures:
             return groups
     return None if given is None else apart(finest)

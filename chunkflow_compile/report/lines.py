@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.graph.discover import input_key
 from chunkflow_compile.passes.graph.listing import node_text, target_name
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
-from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_of, transfer_text
+from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_name, transfer_of, transfer_text
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued
 from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
@@ -210,11 +210,9 @@ def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...
 
 
 def _transfer(op: TransferOp, part: str, barrier: bool = False) -> Line:
-    line = Line(text=transfer_text(op), part=part)
-    match op:
-        case Prefetch(copy):
-            return replace(line, op="prefetch", copy=copy)
-        case Wait(weights=weights):
-            return replace(line, op="wait", readable=weights, barrier=barrier)
-        case Evict(weight):
-            return replace(line, op="evict", weight=weight)
+    line = Line(text=transfer_text(op), op=transfer_name(op), part=part)
+    if isinstance(op, Prefetch):
+        return replace(line, copy=op.copy)
+    return (
+        replace(line, readable=op.weights, barrier=barrier) if isinstance(op, Wait) else replace(line, weight=op.weight)
+    )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.forms import captured
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.program.rewrite import Program, issued
-from chunkflow_compile.passes.step import captured
 from chunkflow_compile.weights.groups import group_named, numbers
 from chunkflow_compile.weights.source import DriveBytes
 

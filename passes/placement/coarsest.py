@@ -17,7 +17,7 @@ from typing import Protocol
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, joined, repeated, streamed_bytes
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, merged, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
@@ -59,7 +59,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
             break
         try:
             best = best or planned(finest.problem)
-            if _as_good(planned(joined(finest.problem, groups)), best, budget):
+            if _as_good(planned(merged(finest.problem, groups)), best, budget):
                 return groups
         except ChunkflowError:  # too little memory for regions of this size
             if best is None:

@@ -4,9 +4,9 @@ A whole model is a cycle of one call.  Blocks that are compiled one by one, the 
 that run in turns are cycles of several.  The calls of a cycle are one Problem: its windows lie on one circle, so the
 last windows of a call fetch for the next calls, and those of the last call for the first.
 
-    join      the Problem of the calls, in their order
-    write     the program of each call, with the transfers of its windows
-    prologue  what a cold start at a call, a jump to it and rewritten weights copy first
+    problem_of  the Problem of the calls, in their order
+    write       the program of each call, with the transfers of its windows
+    prologue    what a cold start at a call, a jump to it and rewritten weights copy first
 """
 
 from __future__ import annotations
@@ -19,22 +19,13 @@ from itertools import accumulate, chain
 
 from torch.fx import Node
 
+from chunkflow_compile.passes.forms import CallEvents, prologue, resident
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
-from chunkflow_compile.passes.step import (
-    CallEvents,
-    Copy,
-    Step,
-    Transfers,
-    marks,
-    order,
-    prologue,
-    resident,
-    transfers,
-)
+from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, transfers
 
 from .rewrite import CyclePlace, Program, ops_of, rewrite
 
@@ -121,7 +112,7 @@ class Cycle:
     def prologue(
         self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
-        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`step.prologue`."""
+        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
         return prologue(self._issued, begin, self._kept, lanes, stale, jumps=jumps)
 
@@ -147,7 +138,7 @@ def block_of(weight: str) -> str:
     return prefix[0] if prefix is not None else ""
 
 
-def join(calls: Sequence[Call]) -> Problem:
+def problem_of(calls: Sequence[Call]) -> Problem:
     """The problem of several calls in their order.  A weight that several calls read is one weight."""
     regions, collectives = list[Region](), list[Collective]()
     weights: dict[str, Weight] = {}
@@ -178,7 +169,7 @@ def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
 
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
     """The programs of ``calls`` under a plan of their joined problem."""
-    problem = join(calls)
+    problem = problem_of(calls)
     plan.check_problem(problem, ends_of(calls))
     cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))
     programs = (rewritten(cycle, number, call, share=share) for number, call in enumerate(calls))

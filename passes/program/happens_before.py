@@ -36,23 +36,11 @@ from typing import NamedTuple
 import networkx as nx
 from torch.fx import Node
 
+from chunkflow_compile.passes.forms import captured
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.passes.step import (
-    Copy,
-    Evaluate,
-    Evict,
-    Finish,
-    Op,
-    Record,
-    Release,
-    Run,
-    Start,
-    Stream,
-    Wait,
-    captured,
-)
+from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Stream, Wait
 
 from .cycle import Cycle
 from .rewrite import Program, issued

@@ -24,6 +24,7 @@ from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.runtime.arena import Arena
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,22 @@ def test_a_goal_that_falls_is_planned_at_once(shared: Any) -> None:
     WAN.generate(pipe)
     assert phase.budget == goal
     budget.total -= little
+
+
+def test_a_shared_arena_takes_what_the_budgets_of_its_phases_allow() -> None:
+    budget, arena = Budget(torch.device("cpu"), 1 << 20), Arena()
+    layers = [torch.nn.Linear(size, size, bias=False) for size in (4, 8)]
+    first, second = (Phase(f"part{i}", layer, arena, budget.forget) for i, layer in enumerate(layers))
+    for phase in (first, second):
+        budget.add(phase, ())
+    assert budget.most_bytes(arena) is None, "none is planned"
+    second.plan_for(1000)
+    assert second.kept == 8 * 8 * 4 and budget.most_bytes(arena) == 1000 - second.kept
+    first.plan_for(2000)
+    assert budget.most_bytes(arena) == 2000 - first.kept
+    assert budget.most_bytes(Arena()) is None
+    budget.forget(first)
+    assert budget.most_bytes(arena) is None, "the other has the arena alone"
 
 
 def test_other_phases_give_way_to_an_arena_that_grows(shared: Any) -> None:

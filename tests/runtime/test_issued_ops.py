@@ -14,24 +14,13 @@ from random_programs import Choices, Layer, Spec
 
 from chunkflow_compile.passes import pieces as geometry
 from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.forms import captured
 from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.passes.ops import PREFETCH
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import issued, source_of
 from chunkflow_compile.passes.program.verify import verify
-from chunkflow_compile.passes.step import (
-    Copy,
-    Evaluate,
-    Evict,
-    Finish,
-    Op,
-    Record,
-    Release,
-    Run,
-    Start,
-    Wait,
-    captured,
-)
+from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Wait
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device_base import Device, StepEnd, Waited, Watch

@@ -18,14 +18,14 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, joined, repeated, streamed_bytes
+from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, merged, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement import coarsest
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.program.cycle import Call, join
+from chunkflow_compile.passes.program.cycle import Call, problem_of
 
 WIDTH, LAYERS, BLOCKS = 64, 6, 4
 WEIGHT = 4 * WIDTH * WIDTH
@@ -97,8 +97,8 @@ def test_a_joined_problem_is_that_of_the_coarser_cut() -> None:
     of_one = Call(fine, {w.name: w.name for w in fine.problem.weights}, {})
     for most, of_block in ((None, [2, 4]), (3 * WEIGHT, [2, 2, 2]), (WEIGHT, [1] * LAYERS)):
         groups = grouped(fine, most)
-        coarse, problem = cut(source, fine.discovery, 1, groups=groups), joined(fine.problem, groups)
-        forms = fine.problem, coarse.problem, problem, problem.in_blocks, repeated(problem, 2), join([of_one])
+        coarse, problem = cut(source, fine.discovery, 1, groups=groups), merged(fine.problem, groups)
+        forms = fine.problem, coarse.problem, problem, problem.in_blocks, repeated(problem, 2), problem_of([of_one])
         assert {form.ranks for form in forms} == {2}
         assert problem.digest == coarse.problem.digest and problem.structure == coarse.problem.structure
         assert sum(r.cost.kernels for r in coarse.problem.regions) <= sum(r.cost.kernels for r in problem.regions)
@@ -131,7 +131,7 @@ def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
 def test_a_plan_is_run_on_the_cut_that_it_is_for(traced: Traced, fine: Cut) -> None:
     """Also measured times, and the placement of a program at another size."""
     for groups in (*coarsest.candidates(fine), apart(fine)):
-        problem = joined(fine.problem, groups)
+        problem = merged(fine.problem, groups)
         plan = make_plan(problem, Settings(hardware=SLOW, chunk_bytes=4096, goal=Goal(slowdown=2.0)))
         assert len(chosen(traced, 1.1, plan=plan).regions) == len(groups)
         assert len(chosen(traced, 1.1, likes=((problem, plan),)).regions) == len(groups)

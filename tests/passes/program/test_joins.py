@@ -22,7 +22,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings, join_loss, make_cycle, stages
-from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
 from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Issued
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, check_turns, verify, verify_together
@@ -178,7 +178,7 @@ def test_joins_are_at_the_ends_of_calls() -> None:
             rewrite(cut, replace(plan, joins=wrong))
     calls = [Call(cut, {w.name: f"{n}.{w.name}" for w in cut.problem.weights}, {}) for n in range(2)]
     assert ends_of(calls) == (count, 2 * count)
-    both = plan_of(join(calls))
+    both = plan_of(problem_of(calls))
     verify(write(calls, replace(both, joins=ends_of(calls))))
     for wrong in ((2 * count,), (2 * count, count), (count,)):
         with pytest.raises(ChunkflowError, match=f"but the calls end after {count}, {2 * count}"):
@@ -200,7 +200,7 @@ def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None
     plain = replace(goal, joined=False)
     assert make_cycle(calls, plain).plan.joins == ()
     assert str(cycle.calls[0]) == str(write(calls, replace(cycle.plan, joins=())).calls[0]), "the text is the same"
-    assert join_loss(join(calls), plain, inside=True, ends=ends_of(calls)) < 1
+    assert join_loss(problem_of(calls), plain, inside=True, ends=ends_of(calls)) < 1
 
 
 def test_a_plan_without_joins_is_stored_as_before() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.passes.program import reads
-from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
@@ -52,7 +52,7 @@ def cycle() -> Cycle:
     for number in range(2):
         names = {w.name: f"{number}.{w.name}" for w in cut.problem.weights}
         calls.append(Call(cut, names, {}, frozenset(names[name] for name in drive)))
-    found = write(calls, plan_of(join(calls)))
+    found = write(calls, plan_of(problem_of(calls)))
     assert [w.source.file for w in found.problem.weights].count(True) >= 4
     return found
 
