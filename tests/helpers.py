@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -50,6 +51,17 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
+
+
+def without_joins(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a module issue no joins, which are in the steps that it issues."""
+    whole = module.instructions
+
+    def issued(target: Any, step: Sequence[Any], nodes: Iterable[Any] = ()) -> Any:
+        joins = target.cycle.events.lanes.values()
+        return whole(target, tuple(op for op in step if getattr(op, "event", None) not in joins), nodes)
+
+    monkeypatch.setattr(module, "instructions", issued)
 
 
 def twins(make: Callable[[], Module]) -> tuple[Module, Module]:

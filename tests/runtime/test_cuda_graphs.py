@@ -15,15 +15,14 @@ from clocks import OwnClock
 from conftest import OPTIONS, WRAPS
 from fake_cuda import FakeCuda, FakeEvent
 from fake_graphs import FakeGraph
-from helpers import Stack, UlyssesStack, graphs, twins
+from helpers import Stack, UlyssesStack, graphs, twins, without_joins
 from torch import nn
 
 from chunkflow_compile import cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.passes import pipeline
-from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.passes.program.cycle import prefetches
-from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime import capture, instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
@@ -115,7 +114,7 @@ def test_without_one_kind_of_event_numbers_are_wrong(
 
 
 def test_a_recording_that_fails_is_said_and_the_call_goes_on(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallEvents, "join", lambda self, lanes: ())
+    without_joins(monkeypatch, capture)
     model, twin, run = compiled(FakeCuda(), hardware=WRAPS)
     sized(model, twin, run, [16], PASSES + 3)
     log = log_of(model)

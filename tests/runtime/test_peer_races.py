@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from helpers import without_joins
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation, listed
@@ -21,12 +22,12 @@ from random_programs import Choices, Layer, PeersBench, Spec, choices, examples,
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes import pieces as geometry
-from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.passes.ops import WAIT
 from chunkflow_compile.passes.plan import Plan, runs
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import check, verify, verify_together
+from chunkflow_compile.runtime import executor
 from chunkflow_compile.weights.pieces import Pieces
 
 STEPS = 3
@@ -111,7 +112,7 @@ def test_programs_that_take_turns_in_one_arena(record_property: Callable[[str, o
 
 def test_without_the_wait_for_both_lanes_they_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one program has in flight in a lane arrives over what the next has copied in the other."""
-    monkeypatch.setattr(CallEvents, "join", lambda self, lanes: ())
+    without_joins(monkeypatch, executor)
     shown: Counter[str] = Counter()
 
     @examples(220, 6)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from adapters import Library
 from diffusers import FluxTransformer2DModel
-from helpers import Stack
+from helpers import Stack, without_joins
 from test_gpu import MIB, streamed
 from torch import nn
 
 from chunkflow_compile import Arena, compile, enable_adapters, offload, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
-from chunkflow_compile.passes.forms import CallEvents
-from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime import capture, instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import PASSES, CaptureLog
 from chunkflow_compile.runtime.recorder import _Lane
@@ -118,7 +117,7 @@ def test_without_one_kind_of_event_numbers_are_wrong(
 
 
 def test_without_a_join_there_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallEvents, "join", lambda self, lanes: ())
+    without_joins(monkeypatch, capture)
     model, run, twin = placed(6, cudagraphs=True)
     for _ in range(PASSES + 2):
         x = torch.randn(16, 8, device="cuda")
