@@ -56,15 +56,15 @@ class Workload:
 
     def __str__(self) -> str:
         """Pixels and the form of a call, such as 81 frames of 704x1280, one timestep per token."""
-        return f"{self.sizes}, one timestep per {self.timestep}{self._joined}"
+        return f"{self.sizes}, one timestep per {self.timestep}{self._branches_text}"
 
     @property
     def label(self) -> str:
         """The same, without the timestep where there is one per sample, as most models take it."""
-        return str(self) if self.timestep == "token" else f"{self.sizes}{self._joined}"
+        return str(self) if self.timestep == "token" else f"{self.sizes}{self._branches_text}"
 
     @property
-    def _joined(self) -> str:
+    def _branches_text(self) -> str:
         return ", both branches of guidance in each forward" if self.branches > 1 else ""
 
     @staticmethod

@@ -33,7 +33,7 @@ from .loopback import join_loopback
 from .machine import device_name
 from .pulls import Pulls, measure_pulls, pull_figures
 from .stopwatch import Stopwatch
-from .together import ROUNDS_BESIDE, all_to_all, joined, rank_device, rounds
+from .together import ROUNDS_BESIDE, all_to_all, process_group, rank_device, rounds
 
 # What is measured, in this order.
 STAGES = (
@@ -313,7 +313,7 @@ def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) 
 def _copy_together(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int) -> None:
     """Save the bytes/s of the slowest of all ranks, which copy at the same time."""
     device = rank_device(kind, rank)
-    with joined("gloo", rank, ranks, folder):
+    with process_group("gloo", rank, ranks, folder):
         size = COPY_SIZES[-1] if kind == "cuda" else MIB
         port, walk = None if emulated is None else make_port(emulated), (4 if kind == "cuda" else 1) * COPY_SIZES[-1]
         copy = copier(device, size, port, walk)
@@ -345,7 +345,7 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
 def _joined_or_alone(rank: int, kind: str, folder: str, loopback: bool) -> Iterator[None]:
     """In a process group of two ranks, or in one that this rank stands for with ``loopback``."""
     if not loopback:
-        with joined("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
+        with process_group("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
             yield
         return
     # A copy engine serves one stream until that has no copy left: an exchange by copies would wait for all beside it.

@@ -28,7 +28,7 @@ from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import take
 
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
-from .together import ROUNDS_BESIDE, all_to_all, gathered, joined, rank_device, rounds
+from .together import ROUNDS_BESIDE, all_to_all, gathered, process_group, rank_device, rounds
 
 # Bytes of the weight that is pulled: enough that none are in a cache when their turn comes again.
 _WEIGHT = 256 * MIB
@@ -70,7 +70,7 @@ def measure_pulls(
     """
     device = rank_device(kind, rank)
     port = None if emulated is None else Port(replace(emulated, bandwidth=emulated.peers))
-    with joined("nccl" if kind == "cuda" and exchanges else "gloo", rank, ranks, folder):
+    with process_group("nccl" if kind == "cuda" and exchanges else "gloo", rank, ranks, folder):
         exchange = all_to_all(device, _EXCHANGED, ranks, port) if exchanges else None
         found: Pulls | str
         try:

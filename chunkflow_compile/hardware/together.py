@@ -30,7 +30,7 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def joined(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
+def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
     """In the default process group of so many ranks, which meet in a folder, until all have ended."""
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:

@@ -143,7 +143,7 @@ def cut(
     segments.assign()
     if dissolve_views:
         segments.dissolve()
-    segments.join(groups)
+    segments.merge(groups)
     segments.find_symbols()
     regions: list[CutRegion] = []
     costs: dict[str, RegionCost] = {}
@@ -224,7 +224,7 @@ class _Segments:
                 else:
                     self.of[node] = target
 
-    def join(self, groups: Sequence[Sequence[int]]) -> None:
+    def merge(self, groups: Sequence[Sequence[int]]) -> None:
         """Make one segment of each group.  ``groups``: of positions among the segments, in program order."""
         segments = [self.of[item[0]] for item in self.skeleton() if not isinstance(item, Node)]
         first = {segments[i]: segments[group[0]] for group in groups for i in group}

@@ -172,8 +172,8 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
         if over <= 0:
             fitting.append(fastest)
             break
-        if not cut and (packed := planner.packed(fastest, memory)) is not None:
-            fitting.append(packed)
+        if not cut and (slotted := planner.slotted(fastest, memory)) is not None:
+            fitting.append(slotted)
         # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)

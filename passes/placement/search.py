@@ -22,7 +22,7 @@ from chunkflow_compile.passes.step import Scheduler, Step, copies
 from .policies import layerwise
 from .residency import rank
 from .timeline import Simulator, Timeline
-from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes, pack
+from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest, link_of, live_bytes
 
 # Steps closer than this share of the resident step are equal: strain decides, then memory.
 SAME_STEP = 1e-3
@@ -101,23 +101,23 @@ class Planner:
         return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
 
     def candidate(
-        self, residents: int, limit: int | None, hard: bool = False, packed: bool = False
+        self, residents: int, limit: int | None, hard: bool = False, slotted: bool = False
     ) -> Candidate | None:
-        """The candidate, None if ``limit`` is less than one region reads; ``packed``: with slots, None if they need more."""
-        key = (residents, limit, hard, packed)
+        """The candidate, None if ``limit`` is less than one region reads; ``slotted``: with slots, None if they need more."""
+        key = (residents, limit, hard, slotted)
         if key not in self._known:
             wanted = self._latest(residents)
-            if packed and limit is not None:
-                placed, slots = pack(self.chunks, wanted, self.count, limit) or (None, None)
+            if slotted and limit is not None:
+                placed, slots = fit_slots(self.chunks, wanted, self.count, limit) or (None, None)
             else:
                 placed, slots = fit(self.chunks, wanted, self.count, limit), None
             self._known[key] = None if placed is None else self.play(placed, hard, residents, slots)
         return self._known[key]
 
-    def within(self, memory: int, residents: int, hard: bool = False, packed: bool = False) -> Candidate | None:
+    def within(self, memory: int, residents: int, hard: bool = False, slotted: bool = False) -> Candidate | None:
         """The candidate with ``residents`` whose other chunks stream through the rest of ``memory``."""
         limit = memory - self.kept_bytes - self._resident_sums[residents]
-        return self.candidate(residents, limit, hard, packed) if limit >= 0 else None
+        return self.candidate(residents, limit, hard, slotted) if limit >= 0 else None
 
     def play(
         self,
@@ -166,12 +166,12 @@ class Planner:
         hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
         return min([ordered[0], *hard, *self._others(memory)], key=self.rank_key)
 
-    def packed(self, candidate: Candidate, memory: int) -> Candidate | None:
+    def slotted(self, candidate: Candidate, memory: int) -> Candidate | None:
         """The fastest candidate with slots within ``memory`` and about as many residents; None if there is none."""
         residents, near = candidate.residents or 0, max(len(self.chunks) // _NEAR, _SAMPLES)
         low, high = max(0, residents - near), min(len(self.chunks), residents + near)
         samples = [_SAMPLES // 2] * _HALVINGS
-        candidates = self._search(lambda m: self.within(memory, m, candidate.hard, packed=True), low, high, samples)
+        candidates = self._search(lambda m: self.within(memory, m, candidate.hard, slotted=True), low, high, samples)
         return min(candidates, key=self.rank_key, default=None)
 
     def _search(

@@ -3,9 +3,9 @@
 Two passes over the step, the second in one of two ways.  The step is a circle, because its last windows fetch the first
 weights of the next:
 
-    latest    backward: each chunk as late as still hides its copy, while the link carries no collective
-    fit       forward: each chunk no earlier than that, and no earlier than the memory limit allows
-    pack      forward, slots first: each chunk no earlier than that, and no earlier than the bytes of its slot are free
+    latest     backward: each chunk as late as still hides its copy, while the link carries no collective
+    fit        forward: each chunk no earlier than that, and no earlier than the memory limit allows
+    fit_slots  forward, slots first: each chunk no earlier than that, and no earlier than the bytes of its slot are free
 
 The memory limit has priority: a chunk without room early enough starts late, and its reader waits.
 """
@@ -218,7 +218,7 @@ def fit(
     return [placed.get(i) for i in range(len(chunks))]
 
 
-def pack(
+def fit_slots(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int
 ) -> tuple[list[int | None], dict[str, int]] | None:
     """Windows no earlier than ``wanted``, and slots that leave ``limit`` bytes to streamed chunks; None if there are none.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.placement.slots import Lifetime, Piece, assign_slots
-from chunkflow_compile.passes.placement.windows import Chunk, pack
+from chunkflow_compile.passes.placement.windows import Chunk, fit_slots
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
 
@@ -99,8 +99,8 @@ def test_windows_that_follow_from_slots_keep_chunks_apart_within_the_limit(
     case: tuple[list[Chunk], list[int | None], int], limit: int
 ) -> None:
     chunks, wanted, count = case
-    assert pack(chunks, wanted, count, sum(c.nbytes for c in chunks)) is not None
-    packed = pack(chunks, wanted, count, limit)
+    assert fit_slots(chunks, wanted, count, sum(c.nbytes for c in chunks)) is not None
+    packed = fit_slots(chunks, wanted, count, limit)
     if packed is None:
         return
     lives, offsets, kept = list[Lifetime](), list[int](), 0
