@@ -15,6 +15,7 @@ import torch
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import (
     DEFAULT_CHUNK_BYTES,
@@ -26,7 +27,6 @@ from chunkflow_compile.passes.names import (
     Yield,
 )
 from chunkflow_compile.passes.pipeline import Settings, check_disabled
-from chunkflow_compile.passes.placement.place import check_goal
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda_graphs import CudaGraphsWanted
@@ -208,16 +208,20 @@ class Options:
             )
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
-        check_goal(self.policy, self.memory, self.slowdown, self.yields)
+        _ = self.goal
         if self.pack is True and self.policy == "resident":
             raise ChunkflowError("pack=True with policy='resident', which copies nothing: leave out one of the two.")
         if self.plan is not None and (self.memory is not None or self.slowdown is not None):
             raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
         if self.plan is not None and self.replan_after:
             raise ChunkflowError("Give a plan or replan_after, not both: replan_after would replace the plan.")
-        self.memory_bytes()
         self.pin_bytes()
         self.profile()
+
+    @property
+    def goal(self) -> Goal:
+        """What plans are made for."""
+        return Goal.given(self.memory, self.slowdown, self.policy, self.yields, self.pack)
 
     def debugging(self) -> frozenset[str]:
         """The names in ``debug``."""
@@ -226,10 +230,6 @@ class Options:
     def device_kind(self) -> DeviceKind:
         """The kind of device that programs run on."""
         return DeviceKind("threads" in self.debugging(), self.profile().link_emulation)
-
-    def memory_bytes(self) -> int | None:
-        """The budget of ``memory``, bytes; None if it is not set."""
-        return None if self.memory is None else parse_bytes(self.memory, "memory")
 
     def pin_bytes(self) -> int | None:
         """Most host bytes to pin; None for what the machine and its control groups leave."""
@@ -251,17 +251,13 @@ class Options:
         """The settings of the passes.  Raises ChunkflowError if the plan or the timings cannot be read."""
         return Settings(
             hardware=self.profile(),
-            policy=self.policy,
+            goal=self.goal,
             chunk_bytes=self.chunk_bytes,
             group_bytes=self.group_bytes,
-            memory=self.memory_bytes(),
-            slowdown=self.slowdown,
-            yields=self.yields,
             plan=self.given_plan(),
             timings=None if self.timings is None else read_measured(self.timings, "timings").timings(),
             disabled=frozenset(self.disable),
             joined="auto" if self.cudagraphs == "auto" else bool(self.cudagraphs),
-            pack=self.pack,
         )
 
 

@@ -112,6 +112,25 @@ def prefetch_of(node: Node) -> Prefetch | None:
     return Prefetch(Copy(lane, weight, first, end, window, next_step), **node.kwargs)  # type: ignore[arg-type]
 
 
+def transfer_name(op: TransferOp) -> str:
+    """The name of a transfer op in listings."""
+    return type(op).__name__.lower()
+
+
+def transfer_text(op: TransferOp) -> str:
+    """A transfer op as one line."""
+    if isinstance(op, Evict):
+        return f"{transfer_name(op)}({op.weight!r})"
+    if not isinstance(op, Prefetch):
+        return f"{transfer_name(op)}({', '.join((str(op.event), *map(repr, op.weights)))})"
+    copy = op.copy
+    said = [repr(copy.weight), f"chunks[{copy.first}:{copy.end}]", f"window={copy.window}"]
+    said += ["next_step=True"] if copy.next_step else []
+    said += [f"lane={copy.stream!r}"] if copy.stream != "copy" else []
+    said += [f"{name}={event}" for name, event in (("after", op.after), ("then", op.then)) if event is not None]
+    return f"{transfer_name(op)}({', '.join(said)})"
+
+
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
     """The ops of a node.  ``opened``: the openings that are recorded by the nodes before it, to which this adds its own."""
     if not isinstance(transfer, Prefetch):

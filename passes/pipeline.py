@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.graph.coarsen import Groups, apart, joined
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, merged
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
@@ -26,13 +26,14 @@ from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, ju
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
-from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
 from .errors import ChunkflowError
+from .goal import DEFAULT_GOAL, Goal
 from .hardware import Hardware
-from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, OnPeers, Pack, Policy, StageName, Yield
+from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, StageName
 from .plan import Plan
 from .problem import Problem
 
@@ -43,33 +44,26 @@ MOST_JOIN_LOSS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the passes.  Sizes in bytes.  ``group_bytes``: None for the coarsest cut that is as good as the finest.
+    """Settings of the passes.  Sizes in bytes.  ``goal``: what plans are made for, unless there is a ``plan``.
+    ``group_bytes``: None for the coarsest cut that is as good as the finest.
     ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
     takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if
     that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
-    ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
-    predicted to be shorter within ``memory``.
-    ``peers``: the same for those that lie in pieces on the devices of ``ranks`` ranks, 0 if it is not known how many.  "auto"
-    also chooses without ``memory``, for fewer bytes on the device; none where the ranks cannot pull from each other
-    (:meth:`Hardware.why_no_peers`).
+    ``ranks``: those on whose devices weights may lie in pieces, 0 if it is not known how many; with "auto" none do where the
+    ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
-    policy: Policy = "chunkflow"
+    goal: Goal = DEFAULT_GOAL
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     group_bytes: int | None = None
-    memory: int | None = None
-    slowdown: float | None = None
-    yields: Yield = "auto"
     plan: Plan | None = None
     part: bool = False
     outside: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
-    pack: Pack | frozenset[str] = False
-    peers: OnPeers | frozenset[str] = False
     ranks: int = 0
     disabled: frozenset[str] = field(default_factory=frozenset)
 
@@ -111,11 +105,8 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
     return place(
         problem,
         settings.hardware,
-        policy=settings.policy,
+        settings.goal,
         chunk_bytes=settings.chunk_bytes,
-        memory=settings.memory,
-        slowdown=settings.slowdown,
-        yields=settings.yields,
         part=settings.part,
         like=like,
         inside=inside,
@@ -138,9 +129,9 @@ def join_loss(
         joined = free
     else:
         taken = free.device_bytes + settings.outside + problem.unpacked_bytes
-        memory = taken if settings.memory is None else settings.memory
-        goal = replace(settings, memory=memory, slowdown=None, joined=True)
-        joined = make_plan(problem, goal, inside=inside, ends=joins)
+        memory = taken if settings.goal.memory is None else settings.goal.memory
+        goal = replace(settings.goal, memory=memory, slowdown=None)
+        joined = make_plan(problem, replace(settings, goal=goal, joined=True), inside=inside, ends=joins)
     simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
     steps = simulator.step_under(replace(free, joins=())), simulator.step_under(replace(joined, joins=joins))
     return steps[1] / steps[0] - 1 if steps[0] else 0.0
@@ -155,7 +146,7 @@ def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
-    problem, settings = join(calls), replace(settings, likes=(), part=False)
+    problem, settings = problem_of(calls), replace(settings, likes=(), part=False)
     settings = _decided(problem, settings, inside=True, ends=ends_of(calls))
     plan = make_plan(problem, settings, inside=True, ends=ends_of(calls))
     cycle = write(calls, plan, share="sharing" not in settings.disabled)
@@ -177,69 +168,75 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     ``settings`` say.  Raises ChunkflowError if they must be sharded and cannot be.
     """
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
-    memory = settings.memory if repeats is None else repeats.memory
+    budget = goal_of_cut(traced, settings).memory is not None
     planned = judged(
         finest.problem,
         repeats,
-        settings.memory,
-        lambda problem, *, memory, ends=None: make_plan(
-            problem, replace(settings, memory=memory, part=False), inside=repeats is not None, ends=ends
+        settings.goal,
+        lambda problem, *, goal, ends=None: make_plan(
+            problem, replace(settings, goal=goal, part=False), inside=repeats is not None, ends=ends
         ),
     )
     alone = settings.part and repeats is None  # a part that nothing here can judge
-    judge = None if alone or memory is None else planned
+    judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
     names = _packed_weights(finest, settings, judge)
     finest = packed(finest, names)
     if settings.group_bytes is not None or alone:
         return finest
     before = _cut_before(finest, settings)
-    groups = before or coarsest(finest, memory is not None, planned)
+    groups = before or coarsest(finest, budget, planned)
     if len(groups) == len(finest.regions):
         return finest
     views = "views" not in settings.disabled
     again = cut(traced, (finest.raw or finest).discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
-    if settings.peers == "auto" and before is None and not _sharded_now(traced):
-        again = on_peers(again, to_fewer_peers(again, planned, settings.ranks, memory is not None), settings.ranks)
+    if settings.goal.peers == "auto" and before is None and not _sharded_now(traced):
+        again = on_peers(again, to_fewer_peers(again, planned, settings.ranks, budget), settings.ranks)
     return packed(again, names)
+
+
+def goal_of_cut(traced: Traced, settings: Settings) -> Goal:
+    """The goal for which a graph is cut: that of all blocks that run in turns, if it is one of them."""
+    return settings.goal if traced.repeats is None else traced.repeats.goal
 
 
 def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
     """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
-    if not isinstance(settings.pack, str | bool):
-        return settings.pack & packable(finest)
-    if settings.pack is not True and (now := {p.name for p in finest.traced.parameters if p.source.compressed}):
+    pack = settings.goal.pack
+    if not isinstance(pack, str | bool):
+        return pack & packable(finest)
+    if pack is not True and (now := {p.name for p in finest.traced.parameters if p.source.compressed}):
         return packable(finest) & now
-    if not settings.pack:
+    if not pack:
         return frozenset()
     if settings.plan is not None:
         return planned_for(finest, settings.plan)
-    if settings.pack is True:
+    if pack is True:
         return packable(finest)
     return frozenset() if planned is None or settings.timings is not None else to_pack(finest, planned)
 
 
 def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
     """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
-    if not isinstance(settings.peers, str | bool):
-        return settings.peers & streamable(finest)
+    peers = settings.goal.peers
+    if not isinstance(peers, str | bool):
+        return peers & streamable(finest)
     if now := _sharded_now(finest.traced):
         return streamable(finest) & now
-    if not settings.peers:
+    if not peers:
         return frozenset()
-    if settings.peers is True:
+    if peers is True:
         settings.hardware.check_peers(settings.ranks)
     elif settings.hardware.why_no_peers(settings.ranks):
         return frozenset()
     if settings.plan is not None:
         return peers_of(finest, settings.plan)
-    if settings.peers is True:
+    if peers is True:
         return streamable(finest)
     if planned is None or settings.timings is not None:
         return frozenset()
-    budget = (settings.memory if finest.traced.repeats is None else finest.traced.repeats.memory) is not None
-    rate = settings.hardware.rate_beside_pulls(settings.ranks)
-    return to_peers(finest, planned, settings.ranks, budget, rate)
+    budget = goal_of_cut(finest.traced, settings).memory is not None
+    return to_peers(finest, planned, settings.ranks, budget, settings.hardware.rate_beside_pulls(settings.ranks))
 
 
 def _sharded_now(traced: Traced) -> frozenset[str]:
@@ -253,7 +250,7 @@ def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
     if given is None and not structures:
         return None
     for groups in (*candidates(finest), apart(finest)):
-        problem = joined(finest.problem, groups)
+        problem = merged(finest.problem, groups)
         if (given is not None and problem.digest == given.problem) or problem.structure in structures:
             return groups
     return None if given is None else apart(finest)
@@ -286,7 +283,7 @@ def stages(
     plan = make_plan(pieces.problem, _decided(pieces.problem, settings))
     yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
     if verify_each:
-        check_plan(plan, pieces.problem, settings.memory)
+        check_plan(plan, pieces.problem, settings.goal)
     if last == "planned":
         return
     program = rewrite(pieces, plan, share="sharing" not in settings.disabled)

@@ -14,12 +14,7 @@ region k; the evicts of the weights that k is the last to read.
     Wait(compute, 5, (weights))          before the region.  A lane is in order, so the earlier copies have arrived as well
     Record(copy, 9)  Wait(compute, 9)    a join, in each lane: at the end of a call, all copies have arrived
 
-A call is issued in one of these forms:
-
-* :func:`order`: the step itself, one op at a time;
-* :func:`prologue`, before it: what is copied first at a cold start, at a jump, and when weights were rewritten.  It also
-  records the events that a step awaits but does not record, after the resident chunks of the weights that the wait names;
-* :func:`captured`: the step as one CUDA graph.
+forms.py has the other forms in which a call is issued: before it its prologue, and the call as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -119,151 +114,22 @@ class Evaluate:
 Op = Record | Wait | Copy | Run | Start | Finish | Evict | Release | Evaluate
 Step = tuple[Op, ...]
 
-# The place of a copy in the order of issue: window, urgency, weight, first chunk; of resident chunks, before all others.
-_Place = tuple[int, int, int, int]
-# A copy as compute finds it where it waits: its turn and its place.  The turn is 0 for a copy of this step, -1 for one of the
-# step before, and -2 for resident chunks.
-_Newest = tuple[int, _Place]
+
+def weights_of(op: Op) -> tuple[str, ...]:
+    """The weights that an op moves, awaits or evicts."""
+    if isinstance(op, Copy | Evict):
+        return (op.weight,)
+    return op.weights if isinstance(op, Wait) else ()
 
 
-def order(problem: Problem, plan: Plan) -> Step:
-    """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
-    return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+def copies(ops: Iterable[Op]) -> Iterator[Copy]:
+    """The copies among ops."""
+    return (op for op in ops if isinstance(op, Copy))
 
 
-@dataclass(frozen=True)
-class CallEvents:
-    """The events at the beginnings and ends of calls, which no program names.  ``handover``: of the arena, when a prologue
-    begins.  ``lanes``: for each lane, that of a join."""
-
-    handover: int
-    lanes: Mapping[Moves, int]
-
-    @staticmethod
-    def of(step: Step) -> CallEvents:
-        """``step``: of all calls that share their events."""
-        free = _free_event(step)
-        return CallEvents(free, {lane: free + 1 + i for i, lane in enumerate(MOVES)})
-
-    @property
-    def count(self) -> int:
-        """How many events there are with those that the programs name; they are numbered from 0."""
-        return self.handover + 1 + len(self.lanes)
-
-    def join(self, lanes: Iterable[Moves]) -> Step:
-        """The ops by which compute waits for all copies that lanes have been given."""
-        return tuple(_join({lane: self.lanes[lane] for lane in lanes}))
-
-
-def joined(step: Step) -> Step:
-    """The step with a join at its end."""
-    free = _free_event(step)
-    return *step, *_join({lane: free + i for i, lane in enumerate(_used(step))})
-
-
-def _free_event(step: Step) -> int:
-    return 1 + max((op.event for op in step if isinstance(op, Record | Wait)), default=-1)
-
-
-def resident(plan: Plan) -> tuple[Copy, ...]:
-    """The copies of the chunks that stay in the arena."""
-    return tuple(
-        Copy(plan.lane(weight.name), weight.name, run.first, run.end, None)
-        for weight in plan.streamed
-        for run in runs(weight.windows)
-        if run.window is None
-    )
-
-
-def prologue(
-    step: Step,
-    begin: int,
-    kept: Sequence[Copy],
-    lanes: Sequence[Moves],
-    stale: Collection[str] | None = None,
-    *,
-    jumps: bool = False,
-) -> Step:
-    """What is issued before a call, so that it finds in the arena what a pass without jumps leaves there.
-
-    ``step``: of all calls.  ``begin``: the index of the first op of the call.  ``kept``: see :func:`resident`.  ``lanes``: of
-    the device.  At a cold start, everything is copied.  If ``jumps``, or with ``stale`` weights, which were rewritten, the
-    arena has the resident chunks of all others; without ``jumps``, also what is on its way here or in use.
-
-    Compute waits for the copies if a weight has been waited for in a call before, and for stale weights: the event that a
-    reader awaits may be that of another copy.
-    """
-    cold = stale is None and not jumps
-    stale, events = stale or (), CallEvents.of(step)
-    # nothing else orders what one lane has in flight before the copies of the other
-    ops = [*events.join(lanes)] if len(lanes) > 1 else []
-    ops += [Record("compute", events.handover), *(Wait(lane, events.handover) for lane in lanes)]
-    arrivals = _kept_arrivals(step, kept)
-    for i, copy in enumerate(kept):
-        if cold or copy.weight in stale:
-            ops.append(copy)
-            ops += (Record(copy.stream, event) for event in arrivals.get(i, ()))
-    evicted = {op.weight: i for i, op in enumerate(step) if isinstance(op, Evict)}
-    for i in (*range(begin, len(step)), *range(begin)):
-        copy = step[i]
-        if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
-            continue
-        # those that the last pass has issued for this one, and those that the calls before have issued in this pass
-        needed = evicted.get(copy.weight, -1) >= begin
-        if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
-            ops.append(copy)
-            ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
-    waited = {weight: i for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights}
-    if stale or any(i < begin <= evicted.get(weight, -1) for weight, i in waited.items()):
-        ops += events.join(lanes)
-    return tuple(ops)
-
-
-def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
-    """Index of a copy of resident chunks -> the events that are recorded after it.
-
-    They are those that are awaited and that the step does not record: each is recorded after the last resident chunks of the
-    weights that are readable then.
-    """
-    last = {copy.weight: i for i, copy in enumerate(kept)}
-    recorded = {op.event for op in step if isinstance(op, Record)}
-    readable: dict[int, list[int]] = {}
-    for op in step:
-        if isinstance(op, Wait) and op.event not in recorded:
-            readable.setdefault(op.event, []).extend(last[w] for w in op.weights if w in last)
-    arrivals: dict[int, list[int]] = {}
-    for event, copies in readable.items():
-        if copies:
-            arrivals.setdefault(max(copies), []).append(event)
-    return arrivals
-
-
-def captured(step: Step, events: CallEvents) -> Step:
-    """The step of a call in a CUDA graph, which waits for all its copies at its end.
-
-    A copy is issued right before compute waits for it.  CUDA runs what follows a join in the lane of that parent which was
-    recorded first, and this keeps compute in one lane.  The order of the copies stays, and what each waits for.  A wait for
-    an event that the call has not recorded is for a copy of an earlier call, and drops out: that call waits for all copies
-    before it ends, and a graph is launched after all copies outside of graphs.
-    """
-    ops, later, recorded = list[Op](), dict[Stream, list[Op]](), set[int]()
-    for op in step:
-        if isinstance(op, Record):
-            recorded.add(op.event)
-        if op.stream in MOVES:
-            later.setdefault(op.stream, []).append(op)
-            continue
-        if isinstance(op, Wait):
-            if op.event not in recorded:
-                continue
-            for waiting in later.values():
-                arrived = next((i + 1 for i, op_ in enumerate(waiting) if op_ == Record(op_.stream, op.event)), 0)
-                ops += waiting[:arrived]
-                del waiting[:arrived]
-        ops.append(op)
-    for lane in MOVES:
-        ops += later.get(lane, ())
-    return *ops, *events.join(_used(step))
+def marks(ops: Iterable[Op]) -> Step:
+    """What records and awaits events among ops."""
+    return tuple(op for op in ops if isinstance(op, Record | Wait))
 
 
 # The transfer ops of a step with their events: those before each region and each start of a collective, and those after each
@@ -284,6 +150,30 @@ def transfers(step: Step) -> Transfers:
         elif not isinstance(op, Finish):
             waiting.append(op)
     return before, after
+
+
+def used_lanes(ops: Iterable[Op]) -> list[Moves]:
+    """The lanes of the copies among ops."""
+    used = {copy.stream for copy in copies(ops)}
+    return [lane for lane in MOVES if lane in used]
+
+
+def join(lanes: Mapping[Moves, int]) -> Iterator[Op]:
+    """Let compute wait for all copies issued so far.  ``lanes``: those that are used, with an event for each."""
+    yield from (Record(lane, event) for lane, event in lanes.items())
+    yield from (Wait("compute", event) for event in lanes.values())
+
+
+# The place of a copy in the order of issue: window, urgency, weight, first chunk; of resident chunks, before all others.
+_Place = tuple[int, int, int, int]
+# A copy as compute finds it where it waits: its turn and its place.  The turn is 0 for a copy of this step, -1 for one of the
+# step before, and -2 for resident chunks.
+_Newest = tuple[int, _Place]
+
+
+def order(problem: Problem, plan: Plan) -> Step:
+    """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
+    return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 class _Streamed(NamedTuple):
@@ -360,7 +250,7 @@ class Scheduler:
         issued = self._issued(placed, windows) if names else {}
         held = {i: list(self._held(names.get(c.name, ()), c.before, issued)) for i, c in enumerate(self._collectives)}
         marked = {arrival.place for arrivals in (*read.values(), *held.values()) for arrival in arrivals}
-        used = _used(copy for copies in placed.opened.values() for _, copy in copies) if joins else []
+        used = used_lanes(copy for copies in placed.opened.values() for _, copy in copies) if joins else []
         events = _Events()
         ops: list[Op] = []
         for k in range(self._count + 1):
@@ -369,7 +259,7 @@ class Scheduler:
                 ops.append(Start(i))
             ops += finishes[k]
             if k in joins:
-                ops += _join({lane: events[lane, k] for lane in used})
+                ops += join({lane: events[lane, k] for lane in used})
             if k in placed.opened:
                 _open(ops, placed.opened[k], marked, events)
             if k < self._count:
@@ -434,12 +324,6 @@ def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
             yield -1, place
 
 
-def _used(ops: Iterable[Op]) -> list[Moves]:
-    """The lanes of the copies among ops."""
-    used = {op.stream for op in ops if isinstance(op, Copy)}
-    return [lane for lane in MOVES if lane in used]
-
-
 def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
     """Open a window: each lane waits for its opening before its first copy.  ``marked``: the copies that are awaited."""
     opening, waiting = events[copies[0][1].window], set[Moves]()
@@ -451,12 +335,6 @@ def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collecti
         ops.append(copy)
         if place in marked:
             ops.append(Record(copy.stream, events[place]))
-
-
-def _join(lanes: Mapping[Moves, int]) -> Iterator[Op]:
-    """Let compute wait for all copies issued so far.  ``lanes``: those that are used, with an event for each."""
-    yield from (Record(lane, event) for lane, event in lanes.items())
-    yield from (Wait("compute", event) for event in lanes.values())
 
 
 class _Events(dict[object, int]):

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +27,9 @@ from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -127,12 +128,23 @@ def ulysses_cut(layers: int = 2) -> Cut:
         return cut_of(UlyssesStack(layers), torch.randn(4, 32))
 
 
+def with_goal(**given: Any) -> dict[str, Any]:
+    """Arguments of ``place`` or ``Settings``: those that are fields of a goal make one."""
+    goal = {f.name: given.pop(f.name) for f in fields(Goal) if f.name in given}
+    return {"goal": Goal(**goal), **given}
+
+
+def aimed(settings: Settings, **goal: Any) -> Settings:
+    """The settings with these fields of their goal."""
+    return replace(settings, goal=replace(settings.goal, **goal))
+
+
 def plan_of(problem: Problem, **goal: Any) -> Plan:
     """A plan in chunks of 4 KiB, on a machine that computes each region in about a millisecond."""
     machine = replace(load_profile(Path(__file__).parent / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
     if goal.keys().isdisjoint(("memory", "policy")):
         goal = {"slowdown": 1.0, **goal}
-    return place(problem, machine, **{"chunk_bytes": 4096, **goal})
+    return place(problem, machine, **with_goal(**{"chunk_bytes": 4096, **goal}))
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
@@ -60,13 +61,13 @@ def plans(case: Case, problem: Problem) -> Iterator[tuple[str, Plan]]:
     least = least_memory(problem, machine, DEFAULT_CHUNK_BYTES)
     most = problem.total_bytes + problem.piece_bytes + problem.unpacked_bytes
     for name, memory in (("least", least), ("half", (least + most) // 2), ("all", most)):
-        yield name, place(problem, machine, memory=memory, chunk_bytes=DEFAULT_CHUNK_BYTES)
+        yield name, place(problem, machine, Goal(memory=memory), chunk_bytes=DEFAULT_CHUNK_BYTES)
     if problem.collectives:
         joins = (len(problem.regions),)
         half = (least + most) // 2
-        yield "half, hard", place(problem, machine, memory=half, yields="hard", chunk_bytes=DEFAULT_CHUNK_BYTES)
-        yield "half, joined", place(problem, machine, memory=half, joins=joins, chunk_bytes=DEFAULT_CHUNK_BYTES)
-        yield "barriers", place(problem, machine, policy="layerwise-barrier", chunk_bytes=DEFAULT_CHUNK_BYTES)
+        yield "half, hard", place(problem, machine, Goal(memory=half, yields="hard"), chunk_bytes=DEFAULT_CHUNK_BYTES)
+        yield "half, joined", place(problem, machine, Goal(memory=half), joins=joins, chunk_bytes=DEFAULT_CHUNK_BYTES)
+        yield "barriers", place(problem, machine, Goal(policy="layerwise-barrier"), chunk_bytes=DEFAULT_CHUNK_BYTES)
 
 
 def digests(case: Case) -> dict[str, str]:

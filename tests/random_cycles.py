@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_programs import Bench, Choices, Layer, PeersBench, Runs, Spec, choices, random_plan
 
 from chunkflow_compile.lowering.lower import lower_regions
-from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, write
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.arena_contents import ArenaContents
@@ -65,7 +65,7 @@ class CycleBench(Runs):
                 self.pieces |= {names[n]: bench.pieces[n] for n in bench.pieces}
             calls.append(Call(bench.cut, names, {}))
         self.calls = calls
-        self.cycle = write(calls, random_plan(join(calls), self.chosen, inside=True))
+        self.cycle = write(calls, random_plan(problem_of(calls), self.chosen, inside=True))
         self.states = weakref.WeakKeyDictionary[Arena, ArenaContents]()
 
     def source(self, name: str) -> Source:
@@ -95,6 +95,6 @@ class CycleBench(Runs):
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights."""
-        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.event_count))
+        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.events.count))
         binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)

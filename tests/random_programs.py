@@ -272,4 +272,4 @@ def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan
         placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
     windows = as_windows(planner.chunks, placed, count)
     hard = planner.barriers(planner.scheduler.step(windows)) if chosen.hard else ()
-    return Builder(planner, MACHINE, "chunkflow", inside).plan(windows, hard)
+    return Builder(planner, inside).plan(windows, hard)

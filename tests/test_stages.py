@@ -13,7 +13,7 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import HERE, MODEL, OPTIONS, SIZES
-from helpers import Block, Stack, UlyssesStack, fake_ranks, run_python
+from helpers import Block, Stack, UlyssesStack, aimed, fake_ranks, run_python
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
 from schedules import ranked
@@ -24,6 +24,7 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
 from chunkflow_compile.passes.ops import PREFETCH
@@ -41,7 +42,7 @@ from chunkflow_compile.runtime.measurement import Measured
 MACHINE = replace(load_profile(HERE / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
 YIELDS: tuple[Yield, ...] = ("auto", "hard", "soft")
 EAGER = {**OPTIONS, "group_bytes": 1, "lowering": "eager"}
-SETTINGS = Settings(hardware=MACHINE, chunk_bytes=4096, slowdown=1.0)
+SETTINGS = Settings(hardware=MACHINE, chunk_bytes=4096, goal=Goal(slowdown=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,8 @@ def test_a_pass_left_out_changes_no_bit_of_the_output(no_grad: None) -> None:
 def test_a_plan_yields_hard_where_that_is_faster_or_wanted() -> None:
     slow = replace(NUMBERS, copy_slowdown=3.0, collective_slowdown=3.0, h2d_bandwidth=CHUNK * 0.5e6)
     found = blocks_problem(2, compute=16.0, exchange=8.0)
-    told = Settings(hardware=slow, chunk_bytes=CHUNK, memory=16 * CHUNK)
-    chosen, hard, soft = (make_plan(found, replace(told, yields=y)) for y in YIELDS)
+    told = Settings(hardware=slow, chunk_bytes=CHUNK, goal=Goal(memory=16 * CHUNK))
+    chosen, hard, soft = (make_plan(found, aimed(told, yields=y)) for y in YIELDS)
     assert chosen.barriers and hard.barriers and not soft.barriers
     assert chosen.predicted is not None and hard.predicted is not None and soft.predicted is not None
     assert hard.predicted.inflation_s == 0.0
@@ -170,7 +171,7 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
     plan = make_plan(cut.problem, SETTINGS)
     check_traced(traced)
     check_cut(cut)
-    check_plan(plan, cut.problem, None)
+    check_plan(plan, cut.problem, Goal())
     with pytest.raises(FindingError, match=r"stage traced is broken: the group '0' of all_to_all_single has no size"):
         check_traced(replace(traced, ranks={}))
     sequence = list(cut.sequence)
@@ -182,7 +183,7 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
     for wrong in (sequence[:first], [*sequence, region]):
         with pytest.raises(FindingError, match=r"stage regions is broken: .* is computed \d+ times, \d+ in the traced"):
             check_cut(replace(cut, sequence=tuple(wrong)))
-    check_plan(replace(plan, weights=plan.weights[::-1]), cut.problem, None)
+    check_plan(replace(plan, weights=plan.weights[::-1]), cut.problem, Goal())
     weights = plan.weights
     for broken, sentence in (
         (replace(plan, arena_bytes=plan.arena_bytes - 256), "is not aligned or leaves the arena"),
@@ -199,9 +200,9 @@ def test_the_contracts_find_what_is_broken(exchanging: Traced) -> None:
         ),
     ):
         with pytest.raises(FindingError, match=f"stage planned is broken: .*{sentence}"):
-            check_plan(broken, cut.problem, None)
+            check_plan(broken, cut.problem, Goal())
     with pytest.raises(FindingError, match="above the budget of 1"):
-        check_plan(plan, cut.problem, 1)
+        check_plan(plan, cut.problem, Goal(memory=1))
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from typing import Any
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.peers import streamable
 from chunkflow_compile.passes.names import ONLY_PREDICTED, POLICIES, OnPeers, Pack, Policy
 from chunkflow_compile.passes.pieces import piece_bytes
@@ -90,16 +91,17 @@ def _parse(name: str) -> Arm:
     return Arm(name, parsed, int(percent) / 100)
 
 
-def settings_of(
+def goal_of(
     arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float, most: float = 1.0
-) -> Mapping[str, Any]:
-    """The settings of the passes for an arm that is not an alternative.
+) -> tuple[Goal, Timings]:
+    """The goal of an arm that is not an alternative, and the times that it is planned from.
 
     ``layerwise``: the plan whose bytes are the budget of every arm.  ``rate``: bytes/s of the link.  ``most``: largest
     share of all weight bytes for the budget, before those of ``arm.residency`` are added.
     """
+    assert arm.policy is not None
     if arm.policy not in BUDGETED:
-        return {"policy": arm.policy, "timings": timings}
+        return Goal(policy=arm.policy), timings
     memory = min(layerwise.device_bytes, round(most * problem.total_bytes))
     if arm.residency:
         memory += round(arm.residency * len(block_regions(problem))) * block_bytes(problem)
@@ -108,30 +110,30 @@ def settings_of(
     if arm.name in (MISJUDGED, REPLANNED):
         slower = tuple(WRONG_BY * s for s in timings.compute_s)
         timings = replace(timings, compute_s=slower, copy_rate=WRONG_BY * rate)
-    return {"policy": arm.policy, "memory": memory, "timings": timings}
+    return Goal(policy=arm.policy, memory=memory), timings
 
 
-def form_of(arm: Arm, measured: Measured, settings: Mapping[str, Any]) -> tuple[Code, Timings]:
+def form_of(arm: Arm, measured: Measured, goal: Goal) -> tuple[Code, Timings]:
     """The code of the form that an arm runs, and its times: where the arm leaves it open, as choice.py decides."""
     (raw, raw_times), (packed, packed_times) = measured[frozenset()], [*measured.values()][-1]
     if arm.pack == "auto":
 
         def plan(problem: Problem) -> Plan:
             times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
-            return make_plan(problem, replace(raw.settings, **{**settings, "timings": times}, likes=(), pack=False))
+            return make_plan(problem, replace(raw.settings, goal=goal, timings=times, likes=()))
 
         return measured[to_pack(raw.cut, plan)]
     return (packed, packed_times) if arm.pack else (raw, raw_times)
 
 
-def on_peers_of(arm: Arm, code: Code, settings: Mapping[str, Any]) -> frozenset[str]:
+def on_peers_of(arm: Arm, code: Code, goal: Goal, timings: Timings) -> frozenset[str]:
     """The weights of an arm that lie on the devices of the ranks: where it leaves that open, as choice.py decides."""
     if arm.peers != "auto":
         return streamable(code.cut) if arm.peers else frozenset()
 
     def plan(problem: Problem) -> Plan:
-        wanted = {**settings, "timings": replace(settings["timings"], problem=problem.digest)}
-        return make_plan(problem, replace(code.settings, **wanted, likes=(), peers=False))
+        times = replace(timings, problem=problem.digest)
+        return make_plan(problem, replace(code.settings, goal=goal, timings=times, likes=()))
 
     ranks = code.settings.ranks
     return to_peers(code.cut, plan, ranks, host_rate=code.settings.hardware.rate_beside_pulls(ranks))

@@ -28,6 +28,7 @@ from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packable
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -54,7 +55,7 @@ from .alternatives import (
     describe_calls,
     make_alternative,
 )
-from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, on_peers_of, settings_of
+from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, goal_of, on_peers_of
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
@@ -235,7 +236,8 @@ class Turns:
         """A resident step with all weights packed that can be, held to its own pace, and its measured times."""
         self.progress.set_description("measure packed regions")
         code = self._newest.code
-        packed = replace(self._unpaced.remade(hardware=self.hardware, pack=packable(code.cut)), kind=code.kind)
+        goal = replace(code.settings.goal, pack=packable(code.cut))
+        packed = replace(self._unpaced.remade(hardware=self.hardware, goal=goal), kind=code.kind)
         self._use(packed)
         if self.job.pace is not None:
             self._use(paced(packed, self._compute_s(), self.job.pace))
@@ -322,7 +324,7 @@ class Turns:
     def _make_programs(self, measured: Measured) -> None:
         """Plan each arm that is not an alternative, all of one form with the same regions."""
         code, timings = measured[frozenset()]
-        layerwise = code.remade(policy="layerwise", timings=timings)
+        layerwise = code.remade(goal=code.settings.goal.aimed_at(Goal(policy="layerwise")), timings=timings)
         for arm in self.job.arms:
             if arm.policy is None:
                 continue
@@ -331,13 +333,13 @@ class Turns:
             if planned is None:
                 plan, problem = layerwise.program.plan, code.program.problem
                 rate = self.hardware.shared_by(problem.ranks).copy_rate
-                settings = settings_of(arm, plan, problem, timings, rate, self.job.regime.most)
-                base, times = form_of(arm, measured, settings)
-                settings = {**settings, "timings": times} if arm.pack else {**settings}
-                names = on_peers_of(arm, base, settings)
+                goal, times = goal_of(arm, plan, problem, timings, rate, self.job.regime.most)
+                base, packed_times = form_of(arm, measured, goal)
+                times = packed_times if arm.pack else times
+                names = on_peers_of(arm, base, goal, times)
                 there = on_peers(base.cut, names, base.settings.ranks).problem
-                settings |= {"timings": replace(settings["timings"], problem=there.digest)}  # regions are the same
-                planned = base.remade(**settings, peers=names)
+                times = replace(times, problem=there.digest)  # regions are the same
+                planned = base.remade(goal=replace(base.settings.goal.aimed_at(goal), peers=names), timings=times)
             calls = self._calls_of(planned)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned)
@@ -346,9 +348,9 @@ class Turns:
     def _calls_of(self, code: Code) -> str:
         """The call that a code is of, without the profile and the measured times that it is planned from."""
         settings = code.settings
-        options: dict[str, Any] = {"policy": settings.policy, "lowering": self.job.lowering}
+        options: dict[str, Any] = {"policy": settings.goal.policy, "lowering": self.job.lowering}
         options["chunk_bytes"] = settings.chunk_bytes
-        options |= {} if settings.memory is None else {"memory": settings.memory}
+        options |= {} if settings.goal.memory is None else {"memory": settings.goal.memory}
         options |= {"pack": True} if code.packed else {}
         options |= {"peers": True} if code.on_peers else {}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
     progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
     target = load_target(arguments, progress, graph=True)
-    pieces = target.cut if target.settings.pack else None  # refuses a model of which no weight can be packed
+    pieces = target.cut if target.settings.goal.pack else None  # refuses a model of which no weight can be packed
     run_to_last = stages(target.traced, target.settings, pieces=pieces, verify_each=arguments.verify_each, last=last)
     finished: list[Stage] = []
     times: list[tuple[str, str, str]] = []

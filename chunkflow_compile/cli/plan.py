@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point, on_grid, plans_along
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import chunk_count
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import check_picture, draw_curve
@@ -34,12 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.curve is not None:
         return _curve(arguments)
     target, plan = load_and_plan(arguments, Progress(2))
-    if target.settings.memory is not None:
-        goal = f"the fastest plan within {size(target.settings.memory)}"
-    else:
-        slowdown = target.settings.slowdown or DEFAULT_SLOWDOWN
-        goal = f"the smallest plan that takes at most {slowdown:g} times as long as all-resident"
-    say(arguments, f"{answer(plan, target.problem, target.forwards)}\n\n{target.heading}\ngoal: {goal}\n")
+    goal = target.settings.goal
+    said = f"the smallest plan that takes at most {goal.longest:g} times as long as all-resident"
+    if goal.memory is not None:
+        said = f"the fastest plan within {size(goal.memory)}"
+    say(arguments, f"{answer(plan, target.problem, target.forwards)}\n\n{target.heading}\ngoal: {said}\n")
     say(arguments, summary_table(plan, target.problem, target.forwards))
     if arguments.weights:
         named = {w.name for w in target.problem.weights if w.source.compressed}

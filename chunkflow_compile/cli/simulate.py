@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED, OnlyPredicted, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(f"Policy {arguments.policy} splits each block among ranks: give --ulysses 2 or more.")
     progress = Progress(2)
     target = load_target(arguments, progress)
-    policies = _able(target, arguments.memory) if arguments.policy == "all" else [arguments.policy]
+    policies = _able(target) if arguments.policy == "all" else [arguments.policy]
     with progress.phase("planning"):
         note_rates(target)
         predicted = {policy: _arm(target, policy) for policy in policies}
@@ -56,15 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     pieces = f"; in pieces{others}: {peers}" if (peers := peers_sentence(target.problem)) else ""
     calls = {policy: call for policy, (_, call) in predicted.items()}
     shown = replace(record, arms={p: _per_forward(arm, target.forwards) for p, arm in record.arms.items()})
-    say(arguments, f"{prose(_answer(shown, target.settings.memory))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
-    say(arguments, table(shown, _policy_columns(shown, calls, target.settings.memory), per="forward"))
+    say(arguments, f"{prose(_answer(shown, target.settings.goal))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
+    say(arguments, table(shown, _policy_columns(shown, calls, target.settings.goal), per="forward"))
     write_json(arguments, record.body)
     return 0
 
 
-def _able(target: Target, memory: str | None) -> list[Policy | OnlyPredicted]:
+def _able(target: Target) -> list[Policy | OnlyPredicted]:
     """Those of :data:`SIMULATED` that there are for this model, number of ranks and goal, each with its own prediction."""
-    without = {HOST_YIELD, *(() if memory else ("layerwise-prefix",))}  # the latter has no plan without a budget
+    budget = target.settings.goal.memory is not None
+    without = {HOST_YIELD, *(() if budget else ("layerwise-prefix",))}  # the latter has no plan without a budget
     return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
 
 
@@ -86,14 +88,11 @@ def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Pre
 
 def _plan(target: Target, policy: Policy) -> Plan:
     """The plan of a policy, for the goal of the command if it has one; without copies, no weight is packed or in pieces."""
-    goal = target.settings
-    return target.plan(
-        problem=target.raw if policy == "resident" else target.problem,
-        policy=policy,
-        memory=goal.memory if policy in BUDGETED else None,
-        slowdown=goal.slowdown if policy == "chunkflow" else None,
-        yields=goal.yields if policy == "chunkflow" else "auto",
-    )
+    goal = target.settings.goal
+    if policy != "chunkflow":
+        memory = goal.memory if policy in BUDGETED else None
+        goal = replace(goal, policy=policy, memory=memory, slowdown=None, yields="auto")
+    return target.plan(problem=target.raw if policy == "resident" else target.problem, goal=goal)
 
 
 def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
@@ -107,10 +106,10 @@ def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
     )
 
 
-def _answer(record: ComparisonRecord, memory: int | None) -> str:
+def _answer(record: ComparisonRecord, goal: Goal) -> str:
     """The result in a sentence: of chunkflow, or of the only policy, compared with all weights resident.
 
-    ``record``: of one forward.  ``memory``: the budget for weights, bytes, if there is one.
+    ``record``: of one forward.
     """
     name = "chunkflow" if "chunkflow" in record.arms else next(iter(record.arms))
     arm, resident = record.arms[name], record.arms.get("resident")
@@ -118,26 +117,28 @@ def _answer(record: ComparisonRecord, memory: int | None) -> str:
     if resident is not None and resident is not arm:
         text += f", {(arm.step_s or 0.0) / (resident.step_s or 1.0):.3f} times all-resident"
     text += f"; {part_of(arm.weights_device_bytes or 0, arm.weights_total_bytes or 0)} of weights on the GPU"
-    if memory is not None and resident is not None and not _fits(resident, memory):
-        text += f"; all of them do not fit {size(memory)}"
+    if resident is not None and not _fits(resident, goal):
+        text += f"; all of them do not fit {size(goal.memory)}"
     return text
 
 
-def _fits(arm: ArmRecord, memory: int) -> bool:
-    return (arm.weights_device_bytes or 0) <= memory
+def _fits(arm: ArmRecord, goal: Goal) -> bool:
+    return goal.memory is None or (arm.weights_device_bytes or 0) <= goal.memory
 
 
 def _policy_columns(
-    record: ComparisonRecord, calls: Mapping[str, Prediction | Timeline], memory: int | None
+    record: ComparisonRecord, calls: Mapping[str, Prediction | Timeline], goal: Goal
 ) -> dict[str, dict[str, object]]:
-    """``record``: of one forward.  ``memory``: the budget for weights, bytes, if there is one."""
+    """``record``: of one forward."""
     columns: dict[str, dict[str, object]] = {}
     base = "resident" if "resident" in calls else "layerwise"
     if base in calls:
         base_s = calls[base].step_s
         columns[f"to {base}"] = {name: f"{p.step_s / base_s:.3f}" for name, p in calls.items()}
-    if memory is not None:
-        columns[f"fits {size(memory)}"] = {n: "yes" if _fits(arm, memory) else "NO" for n, arm in record.arms.items()}
+    if goal.memory is not None:
+        columns[f"fits {size(goal.memory)}"] = {
+            n: "yes" if _fits(arm, goal) else "NO" for n, arm in record.arms.items()
+        }
     slowed = {name: seconds(round(p.inflation_s, 9) + 0.0) for name, p in calls.items()}
     columns["collectives slowed by"] = dict(slowed)
     return columns

@@ -71,7 +71,7 @@ class Target:
         """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to
         lie in pieces on the ranks' devices, and none can."""
         cut = choose_cut(self.traced, self.settings)
-        if self.settings.pack and not packable(cut.raw or cut):
+        if self.settings.goal.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
                 f"--pack packs contiguous weights of bfloat16, each read by one region, and {self.title} has none: leave it "
                 "out, or give a model in bfloat16."
@@ -95,7 +95,7 @@ class Target:
     def _both(self) -> Problems:
         if self.kept is not None:
             return self.kept
-        changed = self.settings.pack or self.settings.peers
+        changed = self.settings.goal.pack or self.settings.goal.peers
         both = self.cut.problem, on_peers(packed(self.cut, ()), (), 0).problem if changed else self.cut.problem
         if self._entry is not None:
             self._entry.keep(both)
@@ -184,7 +184,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
     settings = options.settings()
-    if settings.pack == "auto" and settings.memory is None:
+    if options.goal.pack == "auto" and options.goal.memory is None:
         raise ChunkflowError(
             "--pack auto chooses for a budget: give --memory, or --pack for all weights that can be packed."
         )
@@ -204,7 +204,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
         key=None if key is None else {**key, "fused": fused},
         degree=arguments.ulysses,
         forwards=forwards,
-        settings=replace(settings, hardware=hardware, peers=peers, ranks=arguments.ulysses),
+        settings=replace(settings, hardware=hardware, goal=replace(options.goal, peers=peers), ranks=arguments.ulysses),
         cfg_parallel=arguments.cfg_parallel,
         regional=arguments.regional,
         host_memory=host_memory,

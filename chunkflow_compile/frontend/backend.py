@@ -61,13 +61,14 @@ from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import Settings, Stage, stages
+from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
@@ -79,7 +80,7 @@ from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, Goal, LoweredRegion, bare
+from chunkflow_compile.runtime.codes import Code, Codes, LoweredRegion, bare, decided
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.units import enough, size
@@ -189,14 +190,16 @@ def _compiler(
         warn_if_no_module_holds((weights[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
     part = is_part(weights.values(), index.root, min_bytes)
     buffers = [buffer_of(weights[p.key]) for p in parameters]
+    goal, settings = None if placement is None else placement.goal, chosen.settings()
     peers = None if placement is None else placement.store.peers
     settings = replace(
-        chosen.settings(),
-        **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
+        settings,
+        goal=replace(
+            chosen.goal.aimed_at(goal), peers=False if peers is None or placement is None else placement.peers
+        ),
+        plan=settings.plan if goal is None else None,
         part=part,
         outside=bytes_outside(index.root, weights.values(), min_bytes, part),
-        pack=chosen.pack,
-        peers=False if peers is None or placement is None else placement.peers,
         ranks=0 if peers is None else peers.ranks,
     )
     return _Compiler(
@@ -207,7 +210,7 @@ def _compiler(
         index=index,
         device=device,
         min_bytes=min_bytes,
-        room=None if placement is None else placement.room,
+        expected=None if placement is None else placement.expected,
         pieces=_pieces_elsewhere(placement, buffers) if part else 0,
     )
 
@@ -240,8 +243,8 @@ class _Compiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
 
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
-    being done.  ``room``: bytes of the model's weights that may come to be on the device, None if that is not known.
-    ``pieces``: bytes of this rank's pieces of weights that other parts of the model read.
+    being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
+    this rank's pieces of weights that other parts of the model read.
     """
 
     chosen: Options
@@ -252,7 +255,7 @@ class _Compiler:
     device: torch.device
     min_bytes: int
     report: Callable[[str], object] = str
-    room: int | None = None
+    expected: Goal | None = None
     pieces: int = 0
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
@@ -264,13 +267,15 @@ class _Compiler:
         chosen, tables = self.chosen, move_tables(aten, self.device)
         repeats = None
         if self.settings.part and self.index.root is not None:
-            room = self.settings.memory or (self.room if self.settings.slowdown is None else None)
-            repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], room)
+            goal = self.settings.goal
+            if goal.memory is None and goal.slowdown is None:
+                goal = goal.aimed_at(self.expected)
+            repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], goal)
         traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
-        budget = self.settings.memory if repeats is None else repeats.memory
-        if self.settings.pack == "auto" and budget is None and not any(p.source.compressed for p in self.parameters):
+        unbounded = goal_of_cut(traced, self.settings).memory is None
+        if self.settings.goal.pack == "auto" and unbounded and not any(p.source.compressed for p in self.parameters):
             others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
@@ -281,6 +286,7 @@ class _Compiler:
         program = stage.program
         assert program is not None and stage.cut is not None
         self._refuse_pieces(program)
+        settings = replace(self.settings, goal=decided(self.settings.goal, stage.cut))
         with dynamo_timed("chunkflow.lowering"):
             regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
         for note in notes:
@@ -288,7 +294,7 @@ class _Compiler:
         code = Code(
             program=program,
             cut=stage.cut,
-            settings=self.settings,
+            settings=settings,
             regions=regions,
             notes=(*notes, *others),
             make=make,
@@ -299,18 +305,18 @@ class _Compiler:
             poison="poison" in chosen.debugging(),
             cudagraphs=chosen.cudagraphs,
             pin_bytes=chosen.pin_bytes(),
-            advice=partial(_room_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
+            advice=partial(_room_advice, program, chosen, settings.outside, goal=settings.goal),
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
-        codes = Codes(code, traced, Goal.of(chosen.settings(), code.cut))
+        codes = Codes(code, traced, decided(chosen.goal, code.cut))
         moved = HostConstants(self.device, tables)
         return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
 
     def _refuse_pieces(self, program: Program) -> None:
         """Raise ChunkflowError if the budget has no room for the pieces of the weights of all parts."""
-        memory, chosen = self.settings.memory, self.chosen
+        memory, chosen = self.settings.goal.memory, self.chosen
         if not self.pieces or memory is None:
             return
         outside = self.settings.outside + self.pieces
@@ -356,15 +362,15 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
     """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
-    if placement is None or settings.policy != "chunkflow" or settings.timings is not None:
+    if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
     return tuple((p.program.problem, p.plan) for p in running if bare(p.code.settings) == bare(settings))
 
 
-def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:
-    """What replan has set for the model of these weights."""
-    return next((p.goal for p in placements_around(parameters.values()) if p.goal), {})
+def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
+    """The goal that replan or a pipeline has set for the model of these weights, None if neither has."""
+    return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 
 def _is_first_compilation() -> bool:
@@ -406,8 +412,8 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
         yield stage
 
 
-def _room_advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:
+def _room_advice(program: Program, chosen: Options, outside: int, goal: Goal) -> str:
     """A sentence on what would fit, for the error when there is no room."""
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)
-    budget = "No budget was given" if memory is None else f"The budget was memory={size(memory)}"
+    budget = "No budget was given" if goal.memory is None else f"The budget was memory={size(goal.memory)}"
     return f"{budget}, and the least that this model runs in is memory={enough(least)!r}. "

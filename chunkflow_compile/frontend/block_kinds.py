@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.placed.index import elements, is_called
 from chunkflow_compile.weights.leaves import leaves_of
@@ -55,10 +56,10 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     return repeated
 
 
-def repeats_of(root: nn.Module, weights: Collection[str], memory: int | None) -> Repeats | None:
+def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
     """The blocks of the structure of the one that holds these weights of a model; None if none holds them all.
 
-    ``memory``: most bytes of all weights of the model on the device, None if that is not known.
+    ``goal``: of the model.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
@@ -69,7 +70,9 @@ def repeats_of(root: nn.Module, weights: Collection[str], memory: int | None) ->
     share = sum(leaf.nbytes for block in alike for leaf in leaves_of(block)) / sum(
         leaf.nbytes for leaf in leaves_of(root)
     )
-    return Repeats(count=len(alike), memory=None if memory is None else int(memory * share))
+    return Repeats(
+        count=len(alike), goal=goal if goal.memory is None else replace(goal, memory=int(goal.memory * share))
+    )
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 HEADROOM_SHARE = 0.05
 
 
-def usable(memory: int) -> int:
+def usable(budget: int) -> int:
     """Bytes of a budget that plans may count on."""
-    return memory - int(HEADROOM_SHARE * memory)
+    return budget - int(HEADROOM_SHARE * budget)
 
 
 def budget_for(nbytes: int) -> int:

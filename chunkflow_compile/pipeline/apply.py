@@ -8,6 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -100,16 +101,18 @@ def apply(
     given["peers"] = peers or None
     given |= {"adapters": None if adapters is None else _sizes(adapters), **options}
     given = {name: value for name, value in given.items() if value is not None}
-    while (budget := _apply(pipe, device, memory, given)) is None:
+    total = None if memory is None else parse_bytes(memory, "memory")
+    while (budget := _apply(pipe, device, total, given)) is None:
         pass  # another thread compiles a pipeline of the same components, and this one has waited for it
     budget.log()
     return pipe
 
 
-def _apply(
-    pipe: Any, device: torch.device | str | None, memory: Size | None, given: Mapping[str, Any]
-) -> Budget | None:
-    """Add the components of a pipeline to a budget, and return it; None if they got another one meanwhile."""
+def _apply(pipe: Any, device: torch.device | str | None, total: int | None, given: Mapping[str, Any]) -> Budget | None:
+    """Add the components of a pipeline to a budget, and return it; None if they got another one meanwhile.
+
+    ``total``: of the budget, None for what the device has free.
+    """
     models = components_of(pipe)
     budgets, own = _budgets((pipe, *models.values())), None
     if len(budgets) > 1:
@@ -120,14 +123,14 @@ def _apply(
         budget = budgets[0]
     else:
         target = _default_device(device)
-        own = Budget(target, _total(memory, target))
+        own = Budget(target, _free_bytes(target) if total is None else total)
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
             failed = budget is not own and not budget.phases and not budget.pipelines  # the call whose budget it is
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
-            _extend(pipe, models, budget, device, memory, given)
+            _extend(pipe, models, budget, device, total, given)
         finally:
             if pipe not in budget.pipelines:
                 unclaim(pipe, budget)
@@ -147,17 +150,17 @@ def _extend(
     models: Mapping[str, nn.Module],
     budget: Budget,
     device: torch.device | str | None,
-    memory: Size | None,
+    total: int | None,
     given: Mapping[str, Any],
 ) -> None:
-    """Place and compile the components that the budget has not."""
+    """Place and compile the components that the budget has not.  ``total``: that was asked for, if any was."""
     fresh = {n: m for n, m in models.items() if budget.phase_of(m) is None}
     mine = {id(model) for model in models.values()}  # of a pipeline that replaces one that is gone
     dropped = [phase for phase in unused(budget) if id(phase.root) not in mine]
     if pipe in budget.pipelines and not fresh and not dropped:
         raise ChunkflowError("This pipeline is compiled already: call chunkflow_compile.restore(pipe) first.")
-    other_memory = memory is not None and parse_bytes(memory, "memory") != budget.total
-    if budget.phases and (other_memory or (device is not None and _default_device(device) != budget.device)):
+    other_total = total is not None and total != budget.total
+    if budget.phases and (other_total or (device is not None and _default_device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
     check_dtypes(given.get("dtype"), pipe)
     for name, model in fresh.items():
@@ -302,9 +305,9 @@ def _compile_phase(
     """Compile a placed component and make its calls a phase."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
-    room = max(0, budget.usable - kept_by(budget.phases))
+    expected = replace(chosen.goal, memory=max(0, budget.usable - kept_by(budget.phases)))
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
-    placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, room)
+    placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.expect_eager_reads()
@@ -325,7 +328,7 @@ def _compile_phase(
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
         if compiled_whole(model, options):  # and its first plan may keep as much as it is given
-            placement.aim_for(memory=room)
+            placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 
@@ -342,10 +345,8 @@ def _default_device(device: torch.device | str | None) -> torch.device:
     return check_device(device)
 
 
-def _total(memory: Size | None, device: torch.device) -> int:
-    """The budget, bytes: what was asked for, or what the device has free, with what torch keeps of it."""
-    if memory is not None:
-        return parse_bytes(memory, "memory")
+def _free_bytes(device: torch.device) -> int:
+    """What a device has free, with what torch keeps of it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return machine_memory().free

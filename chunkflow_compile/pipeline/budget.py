@@ -61,7 +61,6 @@ class Budget:
             None  # bytes that the device held in a call since compile(pipe), if anything counts them
         )
         self._warned = False  # that phases run without gradients
-        self._most_bytes = weakref.WeakKeyDictionary[Arena, int]()  # of arenas that several phases share
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
         self._running: tuple[Phase, int] | None = None  # the phase whose call runs now, and its thread
@@ -122,8 +121,6 @@ class Budget:
     def forget(self, phase: Phase) -> None:
         """A phase is removed, or its component no longer exists: only the pipelines keep it."""
         self.phases = [other for other in self.phases if other is not phase]  # another list: it may be read now
-        if len(self._sharing(phase)) < 2:
-            self._most_bytes.pop(phase.arena, None)
         self._last = [other for other in self._last if other is not phase]
         self._settled = False
 
@@ -218,14 +215,16 @@ class Budget:
             return
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
-        if phase.goal is None and len(self._sharing(phase)) > 1:  # what another phase left
+        if phase.budget is None and len(self._sharing(phase)) > 1:  # what another phase left
             self._vacate([phase])
         self._evict(phase)
         self._give_cache_back(phase)
 
     def most_bytes(self, arena: Arena) -> int | None:
         """Most bytes of weights in an arena that several phases share; None for the sum of their budgets."""
-        return self._most_bytes.get(arena)
+        sharing = [phase for phase in self.phases if phase.arena is arena]
+        planned = [phase.budget - phase.kept for phase in sharing if phase.budget is not None]
+        return max(planned, default=None) if len(sharing) > 1 else None
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Evict other arenas before this one has ``nbytes``.
@@ -238,20 +237,20 @@ class Budget:
 
     def _evict(self, phase: Phase, nbytes: int = 0) -> None:
         """Free the arenas of others, least recently used first, until this phase fits, whose arena gets ``nbytes`` now."""
-        room = -1  # what the other arenas may hold; until there is a goal, all of them give way
-        if phase.goal is not None:
-            room = self.usable - phase.activations - self._taken(phase, phase.goal, nbytes)
+        room = -1  # what the other arenas may hold; until the phase has a budget, all of them give way
+        if phase.budget is not None:
+            room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
         for other in self._last:
             if self._held_by_others(phase, graphs=True) <= room:
                 break
             if other.arena is not phase.arena and (other.arena.held or other.arena.graphs.nbytes):
                 self._vacate([other])
 
-    def _taken(self, phase: Phase, goal: int, nbytes: int = 0) -> int:
+    def _taken(self, phase: Phase, budget: int, nbytes: int = 0) -> int:
         """Bytes of weights that calls of a phase, and of those that share its arena, bring to the device, ``nbytes`` of them
         in an arena that it does not have yet, as far as is known before they run."""
         streamed = sum(other.streamed for other in self._sharing(phase))
-        return max(phase.arena.held + nbytes, min(streamed, goal - phase.kept))
+        return max(phase.arena.held + nbytes, min(streamed, budget - phase.kept))
 
     def _give_cache_back(self, phase: Phase) -> None:
         """Give what the allocator keeps for nothing back to the device, if the phase could exceed the budget beside it.
@@ -263,9 +262,9 @@ class Budget:
             return
         held = kept_by(self.phases) + phase.arena.graphs.nbytes  # reserved already
         takes = max(0, phase.activations - held)
-        if phase.goal is not None:
-            takes += self._taken(phase, phase.goal) - phase.arena.held
-        if phase.goal is None or reserved + takes > self.total:
+        if phase.budget is not None:
+            takes += self._taken(phase, phase.budget) - phase.arena.held
+        if phase.budget is None or reserved + takes > self.total:
             self._allocator.trim()
 
     def _give_back(self, phase: Phase) -> None:
@@ -276,9 +275,9 @@ class Budget:
         for share in (0.5, 0.75) if planned else ():
             with contextlib.suppress(ChunkflowError):  # below the least; if all are, only the other phases give way
                 for other in self._sharing(phase):
-                    if other is phase or other.goal is not None:
-                        self._set_goal(other, most := int(share * max(planned)))
-                        other.limit(most)
+                    if other is phase or other.budget is not None:
+                        self._set_budget(other, int(share * max(planned)))
+                        other.keep_budget()
                 return
 
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
@@ -297,7 +296,7 @@ class Budget:
         """
         after, learned = phase.arena.held, phase.learned
         if peak is None:
-            if phase.goal is None:
+            if phase.budget is None:
                 phase.assume(kept_by(self.phases))
         elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
             # activations of a graph are in its pool, which it holds between calls too
@@ -317,34 +316,30 @@ class Budget:
 
         Returns whether.
         """
-        planned = [p for p in self._sharing(phase) if p is phase or p.goal is not None]
+        planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]
         rest, replanned = self.usable - max(p.activations for p in planned), False
         for p in planned:
-            goal = rest + p.kept
-            if p.most is not None:
-                goal = min(goal, max(p.most, p.least))
-            if p.goal is None or not p.goal <= goal <= p.goal + _WORTH_A_PLAN * self.total:
-                self._set_goal(p, goal)
+            budget = rest + p.kept
+            if p.limit is not None:
+                budget = min(budget, max(p.limit, p.least))
+            if p.budget is None or not p.budget <= budget <= p.budget + _WORTH_A_PLAN * self.total:
+                self._set_budget(p, budget)
                 replanned = True
         return replanned
 
-    def _set_goal(self, phase: Phase, goal: int) -> None:
+    def _set_budget(self, phase: Phase, budget: int) -> None:
         try:
-            phase.plan_for(goal)
+            phase.plan_for(budget)
         except ChunkflowError as error:
             least = phase.least
-            needs = f", which need {size(least)}" if goal < least else f": {error}"
+            needs = f", which need {size(least)}" if budget < least else f": {error}"
             raise ChunkflowError(
                 f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
-                f"{size(phase.activations - phase.kept)} beside its weights, activations mostly, so {size(max(0, goal))} are "
-                f"left for the weights{needs}. Call restore(pipe), then compile with at least "
+                f"{size(phase.activations - phase.kept)} beside its weights, activations mostly, so {size(max(0, budget))} "
+                f"are left for the weights{needs}. Call restore(pipe), then compile with at least "
                 f"memory={enough(budget_for(least + phase.activations - phase.kept))!r}, or the pipeline with smaller sizes."
             ) from error
-        if len(self._sharing(phase)) > 1:
-            self._most_bytes[phase.arena] = goal - phase.kept
-        else:
-            self._most_bytes.pop(phase.arena, None)
-        if phase.arena.held > goal - phase.kept:
+        if phase.arena.held > budget - phase.kept:
             self._vacate([phase])
 
 

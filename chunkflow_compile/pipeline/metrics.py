@@ -142,11 +142,11 @@ class Metrics:
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.source.file),
         }
-        goals = [program.code.settings.memory for program in programs]
+        budgets = [program.code.settings.goal.memory for program in programs]
         if (budget := budget_of(watched.root())) is not None:
             figures["chunkflow_budget_bytes"] = budget.total
-        elif goals and None not in goals:
-            figures["chunkflow_budget_bytes"] = max(goal for goal in goals if goal is not None)
+        elif budgets and None not in budgets:
+            figures["chunkflow_budget_bytes"] = max(nbytes for nbytes in budgets if nbytes is not None)
         return figures
 
 

@@ -47,8 +47,9 @@ class Phase:
 
     ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``arena``: where its weights live, which it may share.
     ``activations``: most bytes that the device held during a call beside the weights of this and other phases, small weights
-    included; 0 until a call was measured.  ``goal``: bytes of weights on the device that its plans may take,
-    None until then.  ``most``: most of them until the generation ends in which a call ran out of memory, None otherwise.
+    included; 0 until a call was measured.  ``budget``: bytes of weights on the device for which it is planned, None until
+    then.  ``limit``: most bytes that may become its budget until the generation ends in which a call ran out of memory, None
+    otherwise.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class Phase:
         self.arena = arena
         self.activations = 0
         self.steady = False  # whether ``activations`` was measured in a call that did not change the arena
-        self.goal: int | None = None
-        self.most: int | None = None
+        self.budget: int | None = None
+        self.limit: int | None = None
         self.calls = 0
         self.retries = 0
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
@@ -131,20 +132,20 @@ class Phase:
         before, self._warned = self._warned, max(self._warned, taken)
         return taken > before
 
-    def plan_for(self, goal: int) -> None:
-        """Plan its programs for ``goal`` bytes of weights on the device.  Raises ChunkflowError if that is too little."""
-        if goal < self.kept:
+    def plan_for(self, budget: int) -> None:
+        """Plan its programs for so many bytes of weights on the device.  Raises ChunkflowError if that is too little."""
+        if budget < self.kept:
             raise ChunkflowError("there is no room for any.")
         if programs(self.root):
-            replan(self.root, memory=goal)
-        self.goal = goal
+            replan(self.root, memory=budget)
+        self.budget = budget
 
-    def limit(self, most: int) -> None:
-        """A call ran out of memory: its plans take ``most`` bytes until the generation ends."""
-        self.most = most
+    def keep_budget(self) -> None:
+        """A call ran out of memory: until the generation ends, its plans take no more than its budget now."""
+        self.limit = self.budget
 
     def end_generation(self) -> None:
-        self.most = None
+        self.limit = None
 
     @property
     def learned(self) -> Learned:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
@@ -52,9 +53,9 @@ class Placement:
 
     ``min_bytes``: smaller weights stay on the device.
     ``progress``: of the compilation of its parts, if it is shown.  ``fixed``: names of the weights of each part that is
-    compiled for each size, because Inductor fails on symbols.  ``goal``: what its owner or replan has set, as fields of
-    the settings, also for sizes that come later.  ``owned_arena``: the one that its owner has for its programs, if any.
-    ``room``: bytes of its weights that its owner expects to have on the device, None if it has none.
+    compiled for each size, because Inductor fails on symbols.  ``goal``: the one that its owner or replan has set, also for
+    sizes that come later; None if neither has.  ``owned_arena``: the one that its owner has for its programs, if any.
+    ``expected``: the goal that its owner expects to set, None without an owner; regions are cut for it.
     ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.  ``peers``: whether
     weights go to the devices of the ranks when a program starts on them.
     """
@@ -87,8 +88,8 @@ class Placement:
         self.progress: CompileProgress | None = None
         self.fixed = set[tuple[str, ...]]()
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
-        self.goal: Mapping[str, Any] = {}
-        self.room: int | None = None
+        self.goal: Goal | None = None
+        self.expected: Goal | None = None
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
@@ -100,16 +101,16 @@ class Placement:
                 placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes, **options)
             return placement
 
-    def belong_to(self, owner: Callable[[], str | None], arena: Arena, room: int) -> None:
+    def belong_to(self, owner: Callable[[], str | None], arena: Arena, expected: Goal) -> None:
         """Run the programs in the arena of an owner, which alone may undo the placement.
 
-        ``owner``: returns its name, None once it is gone.  ``room``: bytes of weights that it expects to have on the device.
+        ``owner``: returns its name, None once it is gone.  ``expected``: the goal that it expects to set.
         """
-        self.owner, self.owned_arena, self.room = owner, arena, room
+        self.owner, self.owned_arena, self.expected = owner, arena, expected
 
-    def aim_for(self, **goal: Any) -> None:
-        """Plan for this goal from now on, also for sizes that come later.  ``goal``: fields of the settings."""
-        self.goal = {**self.goal, **goal}
+    def aim_for(self, goal: Goal) -> None:
+        """Plan for this goal from now on, also for sizes that come later."""
+        self.goal = goal
 
     def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
         """Parts of the model are about to be compiled: count their graphs."""

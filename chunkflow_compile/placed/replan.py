@@ -46,33 +46,26 @@ def replan(
     all_programs = list(programs(model))
     if not all_programs:
         raise ChunkflowError("No program of this model runs yet: compile it with ChunkFlow and call it first.")
-    goal: dict[str, Any] = {}
+    goal, settings = None, dict[str, Any]()
     if (memory, slowdown, policy, plan) != (None, None, None, None):
         chosen = Options(memory=memory, slowdown=slowdown, policy=policy or "chunkflow", plan=plan)
-        goal = {
-            "memory": chosen.memory_bytes(),
-            "slowdown": slowdown,
-            "policy": chosen.policy,
-            "plan": chosen.given_plan(),
-        }
-        if chosen.policy != "chunkflow":  # plans of other policies do not depend on it
-            goal["yields"] = chosen.yields
+        goal, settings["plan"] = chosen.goal, chosen.given_plan()
     elif as_measured:
-        goal = {"plan": None}  # a plan from a file would run whatever was measured
+        settings["plan"] = None  # a plan from a file would run whatever was measured
     running = cycles(model) if as_measured else ()
     apart = [program for program in all_programs if not any(program.key in cycle.keys for cycle in running)]
     bound: list[BoundCycle] = [*apart, *running]
     timed = bound if as_measured else []
-    if "policy" in goal:  # cycles are planned when their order has repeated again
+    if goal is not None:  # cycles are planned when their order has repeated again
         bound, timed = [*all_programs], [s for s in timed if not s.keys]
     times = _times(timed)
     with contextlib.ExitStack() as locks:
         for arena in sorted({cycle.arena for cycle in bound}, key=id):
             locks.enter_context(arena.lock())
-        plan_again({cycle: times.get(cycle) for cycle in bound}, goal)
-    if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
+        plan_again({cycle: times.get(cycle) for cycle in bound}, goal, **settings)
+    if goal is not None and plan is None:  # a given plan is for one size
         for placement in placements_of(model):
-            placement.aim_for(**{name: goal[name] for name in goal if name != "plan"})
+            placement.aim_for(goal)
     return model
 
 

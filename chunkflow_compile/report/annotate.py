@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.count import node_flops
 from chunkflow_compile.passes.graph.sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.ops import Prefetch, TransferOp
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Lane, Plan, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Evict, Run, Start, Wait
+from chunkflow_compile.passes.step import Copy
 from chunkflow_compile.units import size
 
 from .lines import Line
@@ -86,21 +85,24 @@ class Annotator(FlopNotes):
 
     def note(self, line: Line) -> Note | None:
         """The note on a line, None if the line costs nothing."""
-        item = line.item
-        if isinstance(item, Run):
-            cost = self.problem.regions[item.region].cost
-            region = self.problem.regions[item.region].name
-            seconds = self._seconds("compute", region, self.simulator.compute_s[item.region])
-            return Note(cost_s=seconds, window=item.region, said=_flops(cost.flops))
-        if isinstance(item, Start):
-            collective = self.problem.collectives[item.collective]
-            uncontended_s = self.simulator.collective_s[item.collective]
+        if (index := line.region) is not None:
+            cost = self.problem.regions[index].cost
+            seconds = self._seconds("compute", self.problem.regions[index].name, self.simulator.compute_s[index])
+            return Note(cost_s=seconds, window=index, said=_flops(cost.flops))
+        if (index := line.collective) is not None:
+            collective = self.problem.collectives[index]
+            uncontended_s = self.simulator.collective_s[index]
             seconds = self._seconds("collective", collective.name, uncontended_s)
             more = seconds - uncontended_s
             said = f"{fine(more)} of it by copies" if more > 1e-8 and self.same else ""
             return Note(cost_s=seconds, nbytes=collective.nbytes, said=said)
-        if isinstance(item, Prefetch | Wait | Evict):
-            return self._transfer(item, line.barrier)
+        if line.copy is not None:
+            return self._copy(line.copy)
+        if line.op == "wait":
+            return self._wait(line.readable, line.barrier)
+        if line.op == "evict":
+            weight = self.weights.get(line.weight)
+            return None if weight is None or weight.offset is None else Note(slot=weight.offset, said="free")
         if line.weight in self.sizes:
             return self._weight(line.weight)
         return super().note(line)
@@ -113,20 +115,14 @@ class Annotator(FlopNotes):
         span = self.spans.get((lane, name))
         return uncontended_s if span is None else span.end - span.start
 
-    def _transfer(self, item: TransferOp, barrier: bool) -> Note | None:
-        if isinstance(item, Wait):
-            return self._wait(item, barrier)
-        weight = self.weights.get(item.weight if isinstance(item, Evict) else item.copy.weight)
+    def _copy(self, copy: Copy) -> Note | None:
+        weight = self.weights.get(copy.weight)
         if weight is None or weight.offset is None or self.plan is None:
             return None
-        if isinstance(item, Evict):
-            return Note(slot=weight.offset, said="free")
-        copy = item.copy
         begin, end = self.plan.span(weight, copy.first, copy.end)
+        alone_s = self.simulator.copy_seconds(copy.weight, copy.first, copy.end)
         return Note(
-            cost_s=self._seconds(
-                copy.stream, _copied(copy), self.simulator.copy_seconds(copy.weight, copy.first, copy.end)
-            ),
+            cost_s=self._seconds(copy.stream, _copied(copy), alone_s),
             window=copy.window,
             slot=weight.offset + begin,
             nbytes=end - begin,
@@ -134,9 +130,9 @@ class Annotator(FlopNotes):
             late="late",
         )
 
-    def _wait(self, item: Wait, barrier: bool) -> Note | None:
+    def _wait(self, readable: Sequence[str], barrier: bool) -> Note | None:
         """The note on a wait: the slot of its weight, if it is one, and the least slack."""
-        weights = [w for name in item.weights if (w := self.weights.get(name)) is not None and w.offset is not None]
+        weights = [w for name in readable if (w := self.weights.get(name)) is not None and w.offset is not None]
         if not weights:
             return None
         slot = weights[0].offset if len(weights) == 1 else None
@@ -151,7 +147,8 @@ class Annotator(FlopNotes):
         copy = self.spans.get((item.stream, _copied(item)))
         if copy is None:
             return None
-        later = item.next_step and item.window is not None and copy.end >= self.starts[item.window]  # else it arrives in the step that reads it
+        # else it arrives in the step that reads it
+        later = item.next_step and item.window is not None and copy.end >= self.starts[item.window]
         return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end
 
     def _weight(self, name: str) -> Note:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.program.cycle import Cycle, border, prefetches
-from chunkflow_compile.passes.step import Copy
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.step import Copy, copies
 from chunkflow_compile.units import size
 
 
@@ -34,8 +34,8 @@ def call_figures(cycle: Cycle) -> Iterator[CallFigures]:
     plan = cycle.plan
     first = {w.name: w.first_use for w in plan.streamed}
     ends = [*cycle.starts[1:], len(plan.regions)]
-    for number, (begin, end, program) in enumerate(zip(cycle.starts, ends, cycle.calls, strict=True)):
-        fetched = [op for _, op in prefetches(program)]
+    for number, (begin, end, ops) in enumerate(zip(cycle.starts, ends, cycle.ops, strict=True)):
+        fetched = list(copies(ops))
         own = [op for op in fetched if not op.next_step and begin <= first[op.weight] < end]
         yield CallFigures(
             number=number,
@@ -43,7 +43,7 @@ def call_figures(cycle: Cycle) -> Iterator[CallFigures]:
             windows=end - begin,
             own_bytes=_copied_bytes(plan, own),
             ahead_bytes=_copied_bytes(plan, fetched) - _copied_bytes(plan, own),
-            jump_bytes=_copied_bytes(plan, [op.copy for op in border(cycle, number).prefetches]),
+            jump_bytes=_copied_bytes(plan, copies(cycle.prologue(number, jumps=True))),
         )
 
 
@@ -53,6 +53,6 @@ def calls_table(calls: Sequence[CallFigures]) -> str:
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
-def _copied_bytes(plan: Plan, ops: Sequence[Copy]) -> int:
+def _copied_bytes(plan: Plan, ops: Iterable[Copy]) -> int:
     weights = {w.name: w for w in plan.streamed}
     return sum(plan.nbytes(weights[op.weight], op.first, op.end) for op in ops)

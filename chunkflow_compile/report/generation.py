@@ -111,7 +111,7 @@ def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> 
 
 
 def draw_generation(
-    generations: Mapping[str, Generation], memory: int, hardware: Hardware, title: str, path: Path
+    generations: Mapping[str, Generation], budget: int, hardware: Hardware, title: str, path: Path
 ) -> None:
     """Draw bytes on the device over the seconds of one generation, a line for each way, the budget, and the card's memory."""
     figure, axes = new_axes(8.0, 4.2)
@@ -125,7 +125,7 @@ def draw_generation(
         axes.plot(
             times, heights, color=colour, label=_LABELS.get(way, way), linewidth=2.2 if way == "chunkflow" else 1.4
         )
-    lines = [(f"budget {size(memory)}", memory, ":")]
+    lines = [(f"budget {size(budget)}", budget, ":")]
     if hardware.memory_bytes:
         lines.append(
             (f"memory of {hardware.name}, {hardware.memory_bytes / 2**30:.0f} GiB", hardware.memory_bytes, "--")

@@ -14,12 +14,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import input_key
-from chunkflow_compile.passes.graph.listing import node_text, target_name, transfer_text
+from chunkflow_compile.passes.graph.listing import node_text, target_name
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
-from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_of
+from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_name, transfer_of, transfer_text
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued
-from chunkflow_compile.passes.step import Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
+from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
 
 PROOF, INPUTS = "proof", "inputs"
 
@@ -30,8 +30,9 @@ class Line:
 
     ``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, the inputs of a block, or a block; empty
     outside blocks.  ``like``: the line without names, empty for transfers; parts have equal structure if ``like`` and
-    the wiring of ``defines`` and ``uses`` are equal.  ``weight``: the weight that an input holds.  ``barrier``: whether it
-    is a wait before a collective.
+    the wiring of ``defines`` and ``uses`` are equal.  ``region``: the region that runs, ``collective``: the one that starts,
+    both by index.  ``copy``: what a prefetch copies.  ``weight``: the weight that an input holds or that is evicted.
+    ``readable``: those that a wait makes readable.  ``barrier``: whether it is a wait before a collective.
     """
 
     text: str
@@ -40,9 +41,12 @@ class Line:
     like: str = ""
     defines: str = ""
     uses: tuple[str, ...] = ()
-    item: TransferOp | Run | Start | Finish | None = None
+    region: int | None = None
+    collective: int | None = None
+    copy: Copy | None = None
     node: Node | None = None
     weight: str = ""
+    readable: tuple[str, ...] = ()
     barrier: bool = False
 
 
@@ -124,7 +128,7 @@ def _region(
         text=f"# {info.name}({inputs}): {where}, {info.nodes} ops, key {info.key}",
         part=info.block,
         like=info.key,
-        item=run,
+        region=info.index,
     )
     taken = zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
     names = {inside: outside.name for inside, outside in taken}
@@ -156,13 +160,12 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
         if isinstance(item, Prefetch | Wait | Evict):
             yield _transfer(item, part, barrier)
         elif isinstance(item, Run):
-            line = _node_line(node, part, item)
-            yield replace(line, op="region", like=regions[at].key)
+            yield replace(_node_line(node, part), op="region", like=regions[at].key, region=item.region)
         else:
             yield _node_line(node, part, item)
 
 
-def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Run | Start | Finish | None, bool]]:
+def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Op | None, bool]]:
     """Every node of a program with what it does, and whether it waits before a collective."""
     found = [(node, transfer_of(node) or _placed(ops)) for node, ops in issued(program)]
     barriers, barrier = set[Node](), False
@@ -172,8 +175,8 @@ def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Run | Start | 
     return ((node, item, node in barriers) for node, item in found)
 
 
-def _placed(ops: Step) -> Run | Start | Finish | None:
-    """What a node does that is no transfer op."""
+def _placed(ops: Step) -> Op | None:
+    """What a node of the plan's order does that is no transfer op."""
     return next((op for op in ops if isinstance(op, Run | Start | Finish)), None)
 
 
@@ -185,7 +188,7 @@ def _input(node: Node, weight: str, block: str, note: str) -> Iterator[Line]:
         yield replace(line, weight=weight, text=text)
 
 
-def _node_line(node: Node, part: str, item: Run | Start | Finish | None = None) -> Line:
+def _node_line(node: Node, part: str, start: Op | None = None) -> Line:
     op = "" if node.op in ("placeholder", "get_attr", "output") else target_name(node)
     return Line(
         text=node_text(node),
@@ -194,7 +197,7 @@ def _node_line(node: Node, part: str, item: Run | Start | Finish | None = None) 
         like=node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name),  # without any name
         defines=node.name,
         uses=_uses(node),
-        item=item,
+        collective=start.collective if isinstance(start, Start) else None,
         node=node,
     )
 
@@ -207,5 +210,9 @@ def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...
 
 
 def _transfer(op: TransferOp, part: str, barrier: bool = False) -> Line:
-    name = "prefetch" if isinstance(op, Prefetch) else "wait" if isinstance(op, Wait) else "evict"
-    return Line(text=transfer_text(op), op=name, part=part, item=op, barrier=barrier)
+    line = Line(text=transfer_text(op), op=transfer_name(op), part=part)
+    if isinstance(op, Prefetch):
+        return replace(line, copy=op.copy)
+    return (
+        replace(line, readable=op.weights, barrier=barrier) if isinstance(op, Wait) else replace(line, weight=op.weight)
+    )

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.step import Run
 from chunkflow_compile.units import size
 
 from .annotate import HEADER, FlopNotes
@@ -78,7 +76,7 @@ def _equal_parts(parts: Iterable[_Part]) -> list[list[_Part]]:
 
 
 def _heading(part: _Part) -> list[str]:
-    regions = [line.item.region for line in part.lines if isinstance(line.item, Run)]
+    regions = [line.region for line in part.lines if line.region is not None]
     if not regions:
         return []
     numbers = f"region {regions[0]}" if len(regions) == 1 else f"regions {regions[0]} to {regions[-1]}"
@@ -86,7 +84,7 @@ def _heading(part: _Part) -> list[str]:
 
 
 def _line_text(line: Line, annotator: FlopNotes | None, short: bool) -> str:
-    long = short and len(line.text) > COLUMN and (line.item is not None or line.node is not None)
+    long = short and len(line.text) > COLUMN and (line.op or line.region is not None or line.node is not None)
     text = line.text if not long else f"{line.text[: COLUMN - 4]} ..."
     note = annotator.note(line) if annotator is not None else None
     return text if note is None else f"{text:<{COLUMN}}# {note}"
@@ -99,8 +97,8 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) 
     if annotator is None:
         return head
     notes = [[(line, note) for line in part.lines if (note := annotator.note(line))] for part in others]
-    said = [_range([sum(n.cost_s or 0.0 for i, n in noted if isinstance(i.item, Run)) for noted in notes])]
-    copied = [sum(n.nbytes or 0 for i, n in noted if isinstance(i.item, Prefetch)) for noted in notes]
+    said = [_range([sum(n.cost_s or 0.0 for i, n in noted if i.region is not None) for noted in notes])]
+    copied = [sum(n.nbytes or 0 for i, n in noted if i.copy is not None) for noted in notes]
     if any(copied):
         low, high = size(min(copied)), size(max(copied))
         said.append(f"{low if low == high else f'{low} .. {high}'} copied in each")

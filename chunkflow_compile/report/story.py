@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_chunks, span_name
 from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.units import size
@@ -137,14 +136,14 @@ def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[
 
 def _alternatives(settings: Settings, ranks: int, source: Source) -> Iterator[tuple[str, Settings]]:
     """What is changed, and the settings.  ``source``: of the weight."""
-    if settings.memory is not None:
+    goal = settings.goal
+    if goal.memory is not None:
         for factor in (0.75, 1.25):
-            memory = int(settings.memory * factor)
-            yield f"memory {size(memory)}", replace(settings, memory=memory)
+            memory = int(goal.memory * factor)
+            yield f"memory {size(memory)}", replace(settings, goal=replace(goal, memory=memory))
     else:
-        now = settings.slowdown or DEFAULT_SLOWDOWN
-        for slowdown in (s for s in (1.0, 1.1) if s != now):
-            yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
+        for slowdown in (s for s in (1.0, 1.1) if s != goal.longest):
+            yield f"slowdown {slowdown:g}", replace(settings, goal=replace(goal, slowdown=slowdown))
     machine = settings.hardware
     for factor, said in ((2.0, "PCIe twice as fast"), (0.5, "PCIe half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))

@@ -181,7 +181,7 @@ class Arena:
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = ArenaContents(self.streams, cycle.event_count)
+            state = self._states[placement] = ArenaContents(self.streams, cycle.events.count)
         return Binding(self, values, slots, hosts, state)
 
     def keep(

@@ -19,8 +19,8 @@ from chunkflow_compile.weights.host_weight import HostWeight, state_of
 
 from .codes import CurrentCode, bare
 from .cuda_graphs import CaptureLog
-from .instructions import Cost
 from .measurement import KEPT_MEASUREMENTS, StepMeasurement
+from .target import Cost
 from .wrapped_calls import tuple_getter
 
 # Why a weight stays that other calls of the same code stream.
@@ -103,9 +103,9 @@ class CallSite:
         if not self.buffers:
             return self.model, 0
         settings = self.current.code.settings
-        if settings.memory is None:
+        if settings.goal.memory is None:
             return self.model, None
-        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+        return self.model, max(0, settings.goal.memory - settings.outside - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
         """It has run, at this cost."""

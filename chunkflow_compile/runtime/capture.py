@@ -4,55 +4,56 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.forms import captured
 from chunkflow_compile.passes.graph.discover import group_names
-from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.rewrite import Program, issued
 from chunkflow_compile.weights.groups import group_named, numbers
 from chunkflow_compile.weights.source import DriveBytes
 
 from .cuda_graphs import MOST_GRAPHS, CaptureLog, CudaGraph
-from .instructions import Cost, OnDevice, Step, instructions
+from .instructions import instructions
+from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
 # An input by its position.
 _Placed = tuple[int, torch.Tensor]
 
 
-def _reasons(on: OnDevice, collectives: bool) -> Iterator[str]:
+def _reasons(target: Target, collectives: bool) -> Iterator[str]:
     """Why a call cannot be recorded, whatever its inputs are.  ``collectives``: whether those can be."""
-    for name, host in on.binding.hosts.items():
+    for name, host in target.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
-    if reason := on.device.why_not_recorded():
+    if reason := target.device.why_not_recorded():
         yield reason
-    if on.program.problem.collectives and not collectives:
+    if target.program.problem.collectives and not collectives:
         yield 'it has collectives, which cudagraphs="collectives" records too (experimental)'
-    if (calls := len(on.cycle.calls)) > MOST_GRAPHS:
+    if (calls := len(target.cycle.calls)) > MOST_GRAPHS:
         yield f"it is one of {calls} calls, and an arena has at most {MOST_GRAPHS} graphs: compile the model whole"
-    if not on.cycle.plan.joins:
+    if not target.cycle.plan.joins:
         yield (
             "waiting for all copies at the end of each call is predicted to cost 1 % of the step or more, or its plan was "
             "given and has no joins"
         )
 
 
-def record(on: OnDevice, env: Sequence[Any], log: CaptureLog) -> CudaGraph | None:
-    """Record the call of ``on`` as :func:`capture`, if it can be; None, with the reason in its log, if not.
+def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph | None:
+    """Record a call as :func:`capture`, if it can be; None, with the reason in its log, if not.
 
     Ranks that meet in the collectives of the call record it together: if one cannot, none does.
     """
-    graph, why = None, next(_reasons(on, log.wanted == "collectives"), "")
+    graph, why = None, next(_reasons(target, log.wanted == "collectives"), "")
     try:
-        graph = None if why else capture(on, env, log)
+        graph = None if why else capture(target, call, env, log)
     except Exception as error:  # noqa: BLE001  (what an op raises that finds itself recorded depends on it)
         why = str(error) if isinstance(error, ChunkflowError) else first_line(error)
     if log.wanted == "collectives":
-        why = _of_any_rank(on.program, why)
+        why = _of_any_rank(target.program, why)
     if why and graph is not None:
         graph.drop(why)
         graph = None
@@ -72,13 +73,16 @@ def _of_any_rank(program: Program, why: str) -> str:
     return why
 
 
-def capture(on: OnDevice, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
-    """Record a call on inputs of these sizes; nothing is computed.  ``env``: the inputs, and a place for each other value.
+def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
+    """Record a call on inputs of these sizes; nothing is computed.
+
+    ``target``: for the call op by op.  ``call``: its number in the cycle.  ``env``: the inputs, and a place for each other
+    value.
 
     Raises ChunkflowError for inputs that cannot be recorded, RuntimeError without memory, and what an op raises that
     cannot be.
     """
-    begun, program, device, arena = time.monotonic(), on.program, on.device, on.binding.arena
+    begun, program, device, arena = time.monotonic(), target.program, target.device, target.binding.arena
     inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     weights = set(program.weight_inputs.values())
     values, copied, in_place, fixed = list(env), list[_Placed](), list[_Placed](), list[tuple[int, Any]]()
@@ -102,9 +106,10 @@ def capture(on: OnDevice, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
     given = {id(values[position]): position for position in range(len(inputs))}
     before = device.free()
     with device.recording(arena.graphs.pool) as (graph, recorder):
-        recorded = OnDevice(program, on.regions, replace(on.binding, state=None), on.poison, on.cycle, recorder)
-        step = Step(values, Cost(), 0)
-        for issue in instructions(recorded):
+        cycle, events = target.cycle, [recorder.event() for _ in range(target.cycle.events.count)]
+        recorded = Target(program, cycle, target.regions, target.binding, recorder, events, target.poison)
+        step = RunningStep(values, Cost(), 0)
+        for issue in instructions(recorded, captured(cycle.ops[call], cycle.events), issued(program)):
             issue(step)
     made = CudaGraph(
         graph,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.names import Policy, Yield
 from chunkflow_compile.passes.pipeline import Settings, Stage
 from chunkflow_compile.passes.program.rewrite import Program
 
@@ -35,29 +35,11 @@ Sizes = tuple[int, ...]
 LoweredRegion = Callable[..., Sequence[Any]]
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What plans are made for: the options of these names, or what replan has set since.  ``pack``: the weights that are
-    packed.  ``peers``: those on the devices of the ranks."""
-
-    memory: int | None
-    slowdown: float | None
-    policy: Policy
-    yields: Yield
-    pack: frozenset[str]
-    peers: frozenset[str]
-
-    @staticmethod
-    def of(settings: Settings, cut: Cut) -> Goal:
-        """``cut``: of the code; a choice of ``settings`` may be open."""
-        return Goal(settings.memory, settings.slowdown, settings.policy, settings.yields, cut.packed, cut.on_peers)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Code:
     """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
 
-    ``cut`` and ``settings``: what the program was made of.
+    ``cut`` and ``settings``: what the program was made of.  Their goal names the weights that are packed and sharded.
     ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
     ``lower``: lowers the regions of a program, but for those whose keys it is given with their code.
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
@@ -102,20 +84,21 @@ class Code:
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
-        """The code for other settings, without compiling, unless other weights are packed.
+        """The code for other settings, without compiling, unless their goal has other weights packed.
 
         Raises ChunkflowError if no plan meets them.
         """
         settings = {"likes": (), **settings}
-        same = settings.get("pack", self.packed) == self.packed
-        pieces, regions = self.cut if same else packed(self.cut, settings["pack"]), self.regions
-        pieces = on_peers(pieces, settings.get("peers", self.on_peers), self.settings.ranks)
+        goal: Goal = settings.get("goal", self.settings.goal)
+        assert isinstance(goal.pack, frozenset) and isinstance(goal.peers, frozenset)
+        same, regions = goal.pack == self.packed, self.regions
+        pieces = on_peers(self.cut if same else packed(self.cut, goal.pack), goal.peers, self.settings.ranks)
         stage, folder = self.make(pieces=pieces, **settings)
         assert stage.program is not None
         if not same:
             lowered = {region.info.key: self.regions[name] for name, region in self.program.regions.items()}
             regions = self.lower(stage.program, lowered)
-        advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
+        advice = partial(self.advice, goal=goal) if "goal" in settings else self.advice
         make = partial(self.make, **settings)
         code = replace(self, program=stage.program, settings=replace(self.settings, **settings))
         return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
@@ -165,7 +148,7 @@ class Codes:
         """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
         self.first = first
         self._goal = goal
-        self._firsts = {Goal.of(first.settings, first.cut): first}
+        self._firsts = {first.settings.goal: first}
         self._traced = traced
         inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
         position = {node: i for i, node in enumerate(inputs)}
@@ -191,12 +174,13 @@ class Codes:
             self._used[same] = next(self._clock)
         return same
 
-    def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
+    def plan(self, inputs: Sequence[Any], changed: Goal | None) -> None:
         """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
 
-        ``changed``: what replan has set for the model, as fields of Goal.  Raises ChunkflowError if no plan meets the goal.
+        ``changed``: what replan or a pipeline has set for the model, if either has.  Raises ChunkflowError if no plan meets
+        the goal.
         """
-        goal = replace(self._goal, **changed)
+        goal = self._goal.aimed_at(changed)
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
         code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
@@ -211,9 +195,13 @@ class Codes:
             del self._codes[oldest], self._used[oldest]
             self._same = {other: size for other, size in self._same.items() if size != oldest}
 
-    def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
-        """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
-        return _under(replace(self._goal, **changed), self._codes[sizes])
+    def code(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Code:
+        """The code for known sizes.  ``changed``: as in :meth:`plan`.  ``form``: which weights are packed, and which are
+        sharded, as fields of the goal.  Raises ChunkflowError if no plan meets the goal."""
+        goal = self._goal.aimed_at(changed)
+        return _under(
+            replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._codes[sizes]
+        )
 
     def __contains__(self, sizes: Sizes) -> bool:
         return sizes in self._codes
@@ -222,13 +210,18 @@ class Codes:
 def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
     """The code for a goal, made from one for another if there is none."""
     if goal not in codes:
-        code = next(iter(codes.values())).remade(**asdict(goal), plan=None)
+        code = next(iter(codes.values())).remade(goal=goal, plan=None)
         if len(codes) >= KEPT_GOALS:
             del codes[next(iter(codes))]
         codes[goal] = code
     return codes[goal]
 
 
+def decided(goal: Goal, cut: Cut) -> Goal:
+    """A goal with the names of the weights that are packed and sharded, of which it may have left the choice open."""
+    return replace(goal, pack=cut.packed, peers=cut.on_peers)
+
+
 def bare(settings: Settings) -> Settings:
     """Without what differs between sizes of one call, and between calls."""
-    return replace(settings, likes=(), part=False, outside=0, pack=False, peers=False)
+    return replace(settings, likes=(), part=False, outside=0, goal=replace(settings.goal, pack=False, peers=False))

@@ -20,7 +20,7 @@ from chunkflow_compile.weights.source import Source
 
 from .cuda_streams import CudaStream, StagedCopies
 from .cuda_time import Clock, Frame
-from .device_base import Copy, Device, StepEnd
+from .device_base import Device, NamedCopy, StepEnd
 from .read_ahead import Reading
 from .recorder import Recorder
 from .torch_cuda import TorchCuda
@@ -91,13 +91,13 @@ class CudaDevice(Device):
         lane = self.pull if moves == "pull" and self.pull is not None else self.copy
         lane.copy_bytes(target, source)
 
-    def copy_all(self, copies: Sequence[Copy], moves: Moves = "copy") -> None:
+    def copy_all(self, copies: Sequence[NamedCopy], moves: Moves = "copy") -> None:
         if self.cuda.profiled():  # each has its name there
             super().copy_all(copies, moves)
         else:  # as one: to change the current stream takes the host longer than a copy
             self.lane(moves).run(partial(self._copy_each, copies, moves))
 
-    def _copy_each(self, copies: Sequence[Copy], moves: Moves) -> None:
+    def _copy_each(self, copies: Sequence[NamedCopy], moves: Moves) -> None:
         for target, source, _ in copies:
             self.copy_bytes(target, source, moves)
 
@@ -116,12 +116,12 @@ class CudaDevice(Device):
     @contextlib.contextmanager
     def recording(self, pool: Any) -> Iterator[tuple[Any, Device]]:
         with self.cuda.capturing(pool) as (graph, lanes):
-            recorder = Recorder(self.cuda, lanes)
-            yield graph, recorder
-            recorder.join()
+            yield graph, Recorder(self.cuda, lanes)
 
     def launch(self, graph: Any) -> None:
-        self.await_lanes(self._issued)
+        for lane, event in zip(self.lanes, self._issued, strict=False):
+            lane.record(event)
+            self.compute.wait(event)
         graph.replay()
         if self._launched is None:
             self._launched = self.event()

@@ -55,12 +55,18 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
 
     It is if they differ only in the budget, and it fits one that is no larger than its own.
     """
-    planned, memory = cycle.settings, settings.memory
-    if replace(bare(planned), memory=None) != replace(bare(settings), memory=None):
+    planned, wanted = cycle.settings.goal.memory, settings.goal.memory
+    if _unbudgeted(cycle.settings) != _unbudgeted(settings):
         return False
-    if memory is None or planned.memory is None:
-        return memory is planned.memory
-    return cycle.plan.device_bytes + planned.outside <= memory <= planned.memory
+    if wanted is None or planned is None:
+        return wanted is planned
+    return cycle.plan.device_bytes + cycle.settings.outside <= wanted <= planned
+
+
+def _unbudgeted(settings: Settings) -> Settings:
+    """Without the budget, and what differs between calls."""
+    settings = bare(settings)
+    return replace(settings, goal=replace(settings.goal, memory=None))
 
 
 def planned(
@@ -101,11 +107,11 @@ def calls_of(calls: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffe
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
     """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
-    shared = [replace(bare(call.code.settings), memory=None) for call in calls]
+    shared = [_unbudgeted(call.code.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
-    memory = max((m for call in calls if (m := call.code.settings.memory) is not None), default=None)
-    return replace(shared[0], memory=memory, outside=_outside(calls))
+    budget = max((m for call in calls if (m := call.code.settings.goal.memory) is not None), default=None)
+    return replace(shared[0], goal=replace(shared[0].goal, memory=budget), outside=_outside(calls))
 
 
 def _outside(calls: Sequence[CallSite]) -> int:

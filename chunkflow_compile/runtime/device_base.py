@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.source import Source
 
 from .host_clock import MONOTONIC, HostClock
@@ -28,7 +29,7 @@ FIRST_STEPS = 16
 EVERY = 17
 
 # A copy to the device: target and source (uint8, equal sizes), and its name for profilers.
-Copy = tuple[torch.Tensor, Source | Reading, str]
+NamedCopy = tuple[torch.Tensor, Source | Reading, str]
 
 # Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
@@ -72,7 +73,8 @@ class Device:
 
     ``copy``: the lane of copies from the host.  That of pulls is made when it is first asked for (:meth:`lane`).
     ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
-    ``clock``: of its host threads.  ``closed``: whether its streams are closed.
+    ``clock``: of its host threads.  ``closed``: whether its streams are closed.  ``records``: whether it records what is
+    issued, as a CUDA graph.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Device:
     collective: Stream
     clock: HostClock = MONOTONIC
     closed = False
+    records = False
     pull: Stream | None = None
     _left: int | None = None  # passes that are still to be measured; None to choose them
 
@@ -105,16 +108,23 @@ class Device:
         """The stream for pulls."""
         raise NotImplementedError
 
+    def stream(self, name: StreamName) -> Stream:
+        """A stream by its name."""
+        if name == "compute":
+            return self.compute
+        if name == "copy":
+            return self.copy
+        return self.collective if name == "collective" else self.lane(name)
+
+    @property
+    def moves(self) -> tuple[Moves, ...]:
+        """The names of the lanes that there are so far."""
+        return MOVES[:1] if self.pull is None else MOVES
+
     @property
     def lanes(self) -> tuple[Stream, ...]:
-        """The streams of the lanes that there are so far."""
+        """Their streams."""
         return (self.copy,) if self.pull is None else (self.copy, self.pull)
-
-    def await_lanes(self, events: Sequence[Any]) -> None:
-        """Let compute wait for what is issued in all lanes.  ``events``: one for each, which no other stream records."""
-        for lane, event in zip(self.lanes, events, strict=False):
-            lane.record(event)
-            self.compute.wait(event)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
@@ -137,7 +147,7 @@ class Device:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of a lane."""
         raise NotImplementedError
 
-    def copy_all(self, copies: Sequence[Copy], moves: Moves = "copy") -> None:
+    def copy_all(self, copies: Sequence[NamedCopy], moves: Moves = "copy") -> None:
         """Enqueue copies that nobody times in a lane."""
         for target, source, name in copies:
             self.lane(moves).run(partial(self.copy_bytes, target, source, moves), None, name)

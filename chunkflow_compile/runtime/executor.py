@@ -1,67 +1,41 @@
-"""The executor: issues the nodes of a program, in program order, to the streams of a device.
+"""The executor: issues the ops of a call, as they were proved (step.py), to the streams of a device.
 
-Only these events order the streams.  The first two are in the program, as arguments of its nodes:
+A call has its step (``Cycle.ops``), and before it a prologue at a cold start, at a jump and after writes to weights
+(``Cycle.prologue``).  Only the events that these record and await order the streams, and if collectives have a stream of
+their own, two more: a collective waits for its start, which compute records, and compute for its end.
 
-* the opening of a window, recorded on the compute stream after the last reader of the bytes that its chunks overwrite
-  (``verify`` proves that); the chunks wait for it;
-* the arrival of a region's weights, recorded in a lane after the newest chunk issued for any of them; the region waits
-  for it;
-* the handover of the arena, recorded on the compute stream after whatever ran in the arena before; the first copies of
-  a cold start or a jump wait for it; if a jump leads between the wait for a weight and its last reader, compute waits for
-  these copies;
-* the start and the end of a collective, if collectives have a stream of their own: the collective waits for its start,
-  recorded on the compute stream, and compute waits for its end where the program awaits the collective.
-
-A value is dropped on the compute stream where the program says so (``Program.releases``).  ``verify`` proves that no
-later op reads it, and that compute has waited for every collective that uses it.
-
-instructions.py makes the function that issues a node; this file runs them, and begins a cold start or a jump.
+instructions.py makes the functions that issue the ops; this file runs them, or launches the call as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import MOVES
-from chunkflow_compile.passes.plan import runs
-from chunkflow_compile.passes.program.cycle import Cycle, border
+from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.reads import reads_from
-from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.passes.program.rewrite import Program, issued
 
 from .arena import Binding
+from .arena_contents import ArenaContents
 from .capture import record
 from .cuda_graphs import CaptureLog, CudaGraph
-from .instructions import Cost, Issue, OnDevice, Step, fetched, instructions, prefetch, reading
+from .instructions import instructions
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
+from .target import Cost, Issue, RunningStep, Target
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What is copied first: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
-
-    ``waits``: whether compute waits for all of it.  ``order``: in which the drive is read from here on, None to read on.
-    """
-
-    kept: Sequence[tuple[str, torch.Tensor, Source]]
-    prefetches: Sequence[tuple[str, Issue]]
-    waits: bool
-    order: ReadOrder | None = None
-
-
-class Executor(OnDevice):
+class Executor:
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
-    ``rewritten``: weights that were written since they were copied, with the versions of their values.  ``cost``: of the
-    newest step.  ``captures``: that of its call if it is to be a CUDA graph, None if not.
+    ``target``: where its ops are issued.  ``instructions``: the functions that issue those of its step.  ``rewritten``:
+    weights that were written since they were copied, with the versions of their values.  ``cost``: of the newest step.
+    ``captures``: that of its call if it is to be a CUDA graph, None if not.
     """
 
     def __init__(
@@ -75,33 +49,45 @@ class Executor(OnDevice):
         versions: Callable[[], dict[str, int]] = dict,
         captures: CaptureLog | None = None,
     ) -> None:
-        """See :class:`OnDevice`.  ``file``: takes the measurement of each step.  ``versions``: returns those of the values of
-        all weights of the cycle."""
-        super().__init__(program, regions, binding, poison, cycle or Cycle.of(program))
-        self.call = next(i for i, call in enumerate(self.cycle.calls) if call is program)
-        device = self.device
-        self.handover, self.primed = device.event(), [device.event() for _ in MOVES]
+        """``poison``: see :class:`Target`.  ``cycle``: of which the program is a call, None for one by itself.
+
+        ``file``: takes the measurement of each step.  ``versions``: returns those of the values of all weights of the cycle.
+        """
+        self.program = program
+        self.cycle = cycle = cycle or Cycle.of(program)
+        self.call = next(i for i, call in enumerate(cycle.calls) if call is program)
+        self.device = device = binding.arena.streams
+        self.state = binding.state or ArenaContents(device, cycle.events.count)
+        self.target = Target(program, cycle, regions, binding, device, self.state.events, poison)
+        self.traffic = self.target.traffic
         self.rewritten: dict[str, int] = {}
         self.cost = Cost()
         self.captures = captures
         self._graph: CudaGraph | None = None
         self._file = file
         self._versions = versions
-        self._next = (self.call + 1) % len(self.cycle.calls)
-        self._plan = self.cycle.plan.digest
+        self._next = (self.call + 1) % len(cycle.calls)
+        self._plan = cycle.plan.digest
         self._steps = 0
         self._measured = True  # whether the step before was, or there was none
         self._windows = len(program.problem.regions)
         self._streams = bool(program.plan.streamed)
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-        placeholders = [names.get(n.name) for n in self.number if n.op == "placeholder"]
+        nodes = list(program.module.graph.nodes)
+        placeholders = [names.get(n.name) for n in nodes if n.op == "placeholder"]
         # the positions of weights whose readers get a slot or a resident copy instead of the parameter
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
-        self._start: _Start | None = None
-        self._later: list[Any] = [None] * (len(self.number) - len(placeholders))
-        self.instructions = list(instructions(self))
+        self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
+        # those for no stale weights, made when they are first needed: few calls of a cycle ever begin a pass
+        self._prologues: dict[tuple[bool, Sequence[Moves]], list[Issue]] = {}
+        self._reads: ReadOrder | None = None
+        self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
+
+    @property
+    def binding(self) -> Binding:
+        return self.target.binding
 
     def run(self, args: Sequence[Any], timed: bool = False) -> Any:
         """Run one step on the inputs of the traced graph; return its outputs.
@@ -121,7 +107,7 @@ class Executor(OnDevice):
         """Let the next step copy these weights again, unless the memory has values of these versions."""
         self.rewritten |= versions
 
-    def enqueue(self, args: Sequence[Any], timed: bool = False) -> Step:
+    def enqueue(self, args: Sequence[Any], timed: bool = False) -> RunningStep:
         """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before.
 
         ``timed``: as in :meth:`run`.
@@ -138,16 +124,18 @@ class Executor(OnDevice):
             state.begin_pass(graph is None and self.device.choose(self._steps, timed), requested)
         begun = self.device.start(graph.timed if graph is not None else state.measured, self._measured)
         self._measured = begun is not None and graph is None
-        step = Step(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps)
+        step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps)
         self.cost = step.cost
         self._steps += 1
         if self._streams:  # else it leaves the arena to the others
             if self.binding.arena.holder is not state:
-                self._start_cold(step)
+                self._prime(step)
             elif jumps:
-                self._jump(step)
+                self._prime(step, self._stale(), jumps=True)
             elif self.rewritten:
-                self._copy_rewritten(step)
+                if stale := self._stale():
+                    self._prime(step, stale)
+                self.rewritten = {}
         state.begin_call()
         if graph is not None:
             env[-1] = graph.launch(env)
@@ -182,7 +170,7 @@ class Executor(OnDevice):
         if measured or not log.due:
             log.count_pass()
             return None
-        self._graph = record(self, env, log)
+        self._graph = record(self.target, self.call, env, log)
         return self._graph
 
     def _drop_graph(self, why: str) -> None:
@@ -190,63 +178,46 @@ class Executor(OnDevice):
         if graph is not None:
             graph.drop(why)
 
-    def _start_cold(self, step: Step) -> None:
-        """Take over the arena: copy the chunks that stay, and those that are on their way or in use here in a pass."""
-        self._copy_first(step, self._at_border(), self._versions())
-
-    def _jump(self, step: Step) -> None:
-        """Go on from this call of the cycle: as in a cold start, but chunks that stay are there, unless they are stale."""
-        start, stale = self._at_border(), self._stale()
-        kept = [copy for copy in start.kept if copy[0] in stale]
-        self._copy_first(step, replace(start, kept=kept, waits=start.waits or bool(stale)), self._newest())
-
-    def _copy_rewritten(self, step: Step) -> None:
-        """Copy the chunks again that are stale.  Compute waits for them: the mark that a reader awaits may be that of another
-        copy."""
-        if stale := self._stale():
-            start = self._at_border()
-            kept = [copy for copy in start.kept if copy[0] in stale]
-            prefetches = [prefetch for prefetch in start.prefetches if prefetch[0] in stale]
-            self._copy_first(step, _Start(kept, prefetches, waits=True), self._newest())
-        self.rewritten = {}
-
     def _stale(self) -> set[str]:
         """The weights whose values in the memory are not the newest."""
         return {name for name, version in self.rewritten.items() if self.state.versions.get(name) != version}
 
-    def _newest(self) -> dict[str, int]:
-        return {**self.state.versions, **self.rewritten}
-
-    def _copy_first(self, step: Step, start: _Start, versions: dict[str, int]) -> None:
-        """Copy into the arena before the step.  ``versions``: of the values that are there then."""
-        device, arena = self.device, self.binding.arena
+    def _prime(self, step: RunningStep, stale: Collection[str] | None = None, *, jumps: bool = False) -> None:
+        """Issue the prologue of the call.  ``stale``, ``jumps``: see :func:`prologue`."""
+        device, arena, cold = self.device, self.binding.arena, stale is None
+        versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
-        if device.pull is not None:  # nothing else orders what one lane has in flight before the copies of the other
-            device.await_lanes(self.primed)
-        device.compute.record(self.handover)
-        for lane in device.lanes:
-            lane.wait(self.handover)
-        if start.order is not None and start.order.repeated:
-            device.copy.run(partial(arena.reader.reset, start.order, self.cycle.plan.drive_rate))
-        for weight, target, source in start.kept:
-            moves = self.cycle.plan.lane(weight)
-            self.copy(step, [(target, source, f"keep {weight}")], moves)
-            for event in self.cycle.kept_events.get(weight, ()):
-                self.arrived(event, moves)
-            step.cost.add_copies(source.numel())
-        for _, issue in start.prefetches:
+        if (cold or jumps) and self.target.on_drive and (reads := self._read_order()).repeated:
+            device.copy.run(partial(arena.reader.reset, reads, self.cycle.plan.drive_rate))
+        for issue in self._prologue(stale, jumps):
             issue(step)
-        if start.waits:
-            device.await_lanes(self.primed)
         arena.hold(self.state)
         self.state.fill(versions)
         self.rewritten = {}
         step.cost.end_priming()
 
+    def _prologue(self, stale: Collection[str] | None, jumps: bool) -> list[Issue]:
+        """The functions that issue the prologue of the call, see :meth:`_prime`."""
+        lanes = self.device.moves
+        if (kept := self._prologues.get((jumps, lanes))) is not None and not stale:
+            return kept
+        made = instructions(self.target, self.cycle.prologue(self.call, lanes, stale, jumps=jumps))
+        if not stale:
+            self._prologues[jumps, lanes] = made
+        return made
+
+    def _read_order(self) -> ReadOrder:
+        """The reads of the drive from this call on."""
+        if self._reads is None:
+            reads = reads_from(self.cycle, self.call, self.target.on_drive)
+            first, repeated = ([*map(self.target.drive_bytes, ops)] for ops in (reads.first, reads.repeated))
+            self._reads = ReadOrder(first, repeated, reads.begin)
+        return self._reads
+
     def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
         idle_s = self.state.idle_before(number, begin, end)
         copied, windows = self.traffic.settle(end), cost.windows
-        read_s, read_bytes = self.binding.arena.reader.settle() if self.on_drive else (0.0, 0)
+        read_s, read_bytes = self.binding.arena.reader.settle() if self.target.on_drive else (0.0, 0)
         if not whole or windows is None or self._file is None:
             return
         if self.captures is not None and end > begin:
@@ -282,31 +253,11 @@ class Executor(OnDevice):
             self._drop_graph("its memory was given up, or a call failed")
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
-        if self.on_drive and holds:
+        if self.target.on_drive and holds:
             self.binding.arena.reader.stop()
         self.traffic.forget()
 
     def vacate(self) -> None:
         """Drop every reference to the memory, with no work in flight (:meth:`forget`).  The executor cannot run again."""
-        self.instructions, self._values, self._start = [], [], None
-        self.binding = Binding(self.binding.arena, {}, {}, {})
-
-    def _at_border(self) -> _Start:
-        """What a cold start here copies, made when it is first needed: few calls of a cycle ever begin one."""
-        if self._start is None:
-            here = border(self.cycle, self.call)
-            prefetches = [(p.copy.weight, fetched(self, [prefetch(self, p)])) for p in here.prefetches]
-            reads = reads_from(self.cycle, self.call, here, self.on_drive)
-            first, repeated = ([reading(self, op).source for op in ops] for ops in (reads.first, reads.repeated))
-            self._start = _Start(list(self._kept()), prefetches, here.waits, ReadOrder(first, repeated, reads.begin))
-        return self._start
-
-    def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
-        """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
-        plan = self.program.plan
-        for weight in plan.streamed:
-            for run in runs(weight.windows):
-                if run.window is None:
-                    begin, end = plan.span(weight, run.first, run.end)
-                    slot, host = self.binding.slots[weight.name], self.binding.hosts[weight.name]
-                    yield weight.name, slot[begin:end], host[begin:end]
+        self.instructions, self._values, self._prologues, self._reads = [], [], {}, None
+        self.target.vacate()

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -42,8 +43,8 @@ _Key = tuple[int, int, Sizes]
 # host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
-# Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
-Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
+# Called with the parameters by name.  Returns the goal that replan or a pipeline has set for their model, if either has.
+Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
 class HostConstants:
@@ -192,7 +193,7 @@ class CompiledGraph:
         """
         sources = self._take_sources(current.code, parameters)
         if sources != current.code.sources:
-            current.adapt(self.codes.code(sizes, {**self._changed(parameters), **sources}))
+            current.adapt(self.codes.code(sizes, self._changed(parameters), **sources))
         return bind_program(CallSite(current, parameters), arena)
 
     def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:

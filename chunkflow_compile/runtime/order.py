@@ -70,7 +70,7 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """What a call reads, region by region, with the collectives between; None if the user chose its placement."""
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
-        chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
+        chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         if chosen or "cycle" in settings.disabled or not buffers:
             for cycle in self.cycles_of(call):
                 self.forget(cycle)

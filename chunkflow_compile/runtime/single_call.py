@@ -14,6 +14,7 @@ import torch
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
 from chunkflow_compile.passes.program.rewrite import Program
 
@@ -198,30 +199,32 @@ def _replan_if_due(cycle: BoundCycle) -> None:
 
 
 def replan(
-    cycles: Mapping[BoundCycle, Timings | None], goal: Mapping[str, Any] | None = None, by_itself: bool = False
+    cycles: Mapping[BoundCycle, Timings | None], goal: Goal | None = None, *, by_itself: bool = False, **settings: Any
 ) -> None:
     """Give cycles other plans, which are proved, from their next pass on.  The caller holds the locks of their arenas.
 
     ``cycles``: each with the times to plan from, the largest of all ranks that run it; None for those that it has.
-    ``goal``: settings, None for those that they have.  ``by_itself``: whether no user asked for it; then a plan that places
-    the weights as before is left out, and one that cannot start is logged.
+    ``goal``: None for the one that each has.  ``settings``: others to change.  ``by_itself``: whether no user asked for it;
+    then a plan that places the weights as before is left out, and one that cannot start is logged.
     Raises ChunkflowError, and changes nothing, if there is no such plan.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
     for cycle, timings in cycles.items():
-        change = {**(goal or {}), **({} if timings is None else {"timings": timings})}
+        change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
             current = cycle.call.current
             key = current.code, timings  # blocks of one kind share their code
+            if goal is not None:
+                change["goal"] = current.code.settings.goal.aimed_at(goal)
             code = remade[key] = remade.get(key) or current.code.remade(**change)
             plan, swap = code.program.plan, partial(current.run, code, by_itself)
         else:
             order = order_of(cycle.arena)
             calls = None if order is None else order.latest_calls(cycle.keys)
-            if order is None or calls is None or (settings := merge_settings(calls)) is None:
+            if order is None or calls is None or (merged := merge_settings(calls)) is None:
                 raise ChunkflowError("A program of this cycle has ended since it was measured: call the model again.")
-            settings = replace(settings, **(goal or {}))
-            again = planned(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, settings, timings)
+            merged = replace(merged, goal=merged.goal.aimed_at(goal), **settings)
+            again = planned(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, merged, timings)
             plan, swap = again.plan, partial(order.swap_plan, cycle, again)
         if not by_itself or plan.placement != cycle.plan.placement:
             swaps.append(swap)

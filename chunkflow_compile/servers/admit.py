@@ -217,14 +217,14 @@ class Admitter:
                     self.forecasts[shape.text, shape.batch] = (forecast, *others)
         activations = forecast.activations_at(_tokens(shape))
         room, part = self.usable - activations, max(1, self.usable // _PARTS)
-        least, goal, reason = forecast.least, room // part * part, ""
+        least, nbytes, reason = forecast.least, room // part * part, ""
         if room < least:
             reason = (
                 f"the activations of its transformer take {size(activations)}, which leaves {size(max(0, room))} of the "
                 f"budget for weights, and they need {size(least)}: give compile at least "
                 f"memory={enough(budget_for(least + activations))!r}, or ask for smaller sizes."
             )
-        plan = forecast.plan(max(goal, least))
+        plan = forecast.plan(max(nbytes, least))
         step_s = _branches(given) * forecast.seconds(plan, _tokens(shape))
         return Admission(
             fits=not reason,
@@ -351,7 +351,8 @@ def _others(pipe: Any, budget: Budget) -> float:
 
 @dataclass(eq=False)
 class _Forecast:
-    """A transformer at three numbers of tokens.  ``activations``: bytes at each of them.  ``plans``: by goal."""
+    """A transformer at three numbers of tokens.  ``activations``: bytes at each of them.  ``plans``: by the bytes
+    that they were made for."""
 
     settings: Settings
     tokens: tuple[int, ...]
@@ -368,14 +369,13 @@ class _Forecast:
     def _simulators(self) -> list[Simulator]:
         return [Simulator(p, self.settings.hardware, self.settings.chunk_bytes) for p in self.problems]
 
-    def plan(self, goal: int) -> Plan:
+    def plan(self, nbytes: int) -> Plan:
         """The fastest plan within so many bytes of weights on the device."""
-        if goal not in self.plans:
+        if nbytes not in self.plans:
             chosen = self.settings
-            self.plans[goal] = place(
-                self.problems[0], chosen.hardware, chunk_bytes=chosen.chunk_bytes, memory=goal, yields=chosen.yields
-            )
-        return self.plans[goal]
+            goal = replace(chosen.goal, memory=nbytes)
+            self.plans[nbytes] = place(self.problems[0], chosen.hardware, goal, chunk_bytes=chosen.chunk_bytes)
+        return self.plans[nbytes]
 
     def seconds(self, plan: Plan, count: int) -> float:
         """Of a call with so many tokens, under a plan that was made for another number of them."""

@@ -50,7 +50,7 @@ class Settings:
         from chunkflow_compile.frontend.compile import refuse_no_peers
         from chunkflow_compile.placed.offload import offload, target_of
 
-        chosen = _parsed(self.memory, **self.options)
+        chosen = _parsed(memory=self.memory, **self.options)
         if self.peers:
             refuse_no_peers(self.peers, None, target_of(model, device), chosen)
         return offload(model, device, min_bytes=chosen.min_bytes, peers=self.peers)
@@ -91,7 +91,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
     if "memory" in options:
         raise ChunkflowError(f"memory is in {MEMORY} and in {OPTIONS}: leave it out of {OPTIONS}.")
     try:
-        _parsed(memory, **options)
+        _parsed(memory=memory, **options)
     except ChunkflowError as error:
         raise ChunkflowError(f"{OPTIONS}: {error}") from error
     peers = options.pop("peers", False)
@@ -101,11 +101,11 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
     return Settings(memory, options, _port(environ.get(PORT, "").strip()), peers, ignored == "1")
 
 
-def _parsed(memory: str, *, peers: OnPeers = False, **options: Any) -> Options:
+def _parsed(*, peers: OnPeers = False, **options: Any) -> Options:
     """The options of the backend, parsed.  Raises ChunkflowError for those that are unknown, and for bad values."""
     from chunkflow_compile.options import check_choice, parse_options  # imports torch; without settings nothing may
 
-    chosen = parse_options({**options, "memory": memory}, caller=_parsed)
+    chosen = parse_options(options, caller=_parsed)
     check_choice("peers", peers, get_args(OnPeers))
     return chosen
 

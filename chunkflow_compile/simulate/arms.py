@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.forms import joined
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.program.rewrite import Program, ops_of
-from chunkflow_compile.passes.step import joined
 from chunkflow_compile.report.record import ArmRecord
 
 

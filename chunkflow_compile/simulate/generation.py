@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
@@ -44,20 +44,21 @@ class Component:
     def all_packed(self) -> Cut | None:
         return self.cut and packed(self.cut, packable(self.cut))
 
-    def packed_within(self, hardware: Hardware, memory: int) -> Cut | None:
+    def packed_for(self, hardware: Hardware, goal: Goal) -> Cut | None:
         """With the weights packed that ``pack`` asks for."""
         if self.cut is None or self.pack != "auto":
             return self.all_packed if self.pack else self.cut
-        plan = partial(place, hardware=hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, memory=memory)
+        plan = partial(place, hardware=hardware, goal=goal, chunk_bytes=DEFAULT_CHUNK_BYTES)
         return packed(self.cut, to_pack(self.cut, plan))
 
 
-def generations(components: Sequence[Component], hardware: Hardware, memory: int) -> Mapping[str, Generation]:
+def generations(components: Sequence[Component], hardware: Hardware, budget: int) -> Mapping[str, Generation]:
     """The same generation with all weights on the device, under diffusers' model offload, under its group offload, and
-    planned within ``memory`` bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
+    planned within a budget of bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.shared_by(1).copy_rate
-    plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
+    resident = Goal(policy="resident")
+    plain = [replace(_phase(c, hardware, resident), weights=total) for c in components]
     moved_s = {c.name: there_and_back_s(c.weights, hardware) for c in components}
     singly = [
         replace(p, weights=c.weights, host=c.weights, loading_s=moved_s[p.name])
@@ -65,7 +66,7 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
     ]
 
     def blocks(c: Component) -> PhaseMemory:
-        phase = replace(_phase(c, hardware, policy="resident"), host=c.weights)
+        phase = replace(_phase(c, hardware, resident), host=c.weights)
         if c.cut is None:  # no list of blocks of its own: it goes there and back as a whole
             return replace(phase, loading_s=moved_s[c.name])
         step = play_group_offload(c.cut.problem, hardware)
@@ -73,14 +74,15 @@ def generations(components: Sequence[Component], hardware: Hardware, memory: int
 
     def planned(c: Component) -> PhaseMemory:
         others = _small_of_others(c, components)
-        room = usable(memory) - c.activations - others
+        room = usable(budget) - c.activations - others
         if c.cut is None and c.weights > room:
-            raise _too_little(c, others, hardware, memory)
+            raise _too_little(c, others, hardware, budget)
+        goal = Goal(memory=max(0, room))
         try:
-            cut = c.packed_within(hardware, max(0, room))
-            phase = _phase(replace(c, cut=cut), hardware, memory=max(0, room))
+            cut = c.packed_for(hardware, goal)
+            phase = _phase(replace(c, cut=cut), hardware, goal)
         except ChunkflowError as error:
-            raise _too_little(c, others, hardware, memory) from error
+            raise _too_little(c, others, hardware, budget) from error
         host = c.weights if cut is None else cut.problem.total_bytes
         # a phase begins cold
         loading_s = min(phase.weights, c.weights) / rate
@@ -112,21 +114,21 @@ def _needed(component: Component, others: int, hardware: Hardware) -> int:
     return budget_for(min(least, default=component.weights) + others + component.activations)
 
 
-def _too_little(component: Component, others: int, hardware: Hardware, memory: int) -> ChunkflowError:
+def _too_little(component: Component, others: int, hardware: Hardware, budget: int) -> ChunkflowError:
     least = _needed(component, others, hardware)
     return ChunkflowError(
-        f"memory={size(memory)} is too little for {component.name}: its activations take up to "
+        f"memory={size(budget)} is too little for {component.name}: its activations take up to "
         f"{size(component.activations)}, and with the least of its weights it needs {size(least)}. "
         f"Give memory={enough(least)!r} or more."
     )
 
 
-def _phase(component: Component, hardware: Hardware, **goal: Any) -> PhaseMemory:
+def _phase(component: Component, hardware: Hardware, goal: Goal) -> PhaseMemory:
     """A phase, planned for ``goal`` unless it runs eagerly."""
     weights, seconds, plan = component.weights, component.seconds, None
     if component.cut is not None:
         problem = component.cut.problem
-        plan = place(problem, hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, **goal)
+        plan = place(problem, hardware, goal, chunk_bytes=DEFAULT_CHUNK_BYTES)
         assert plan.predicted is not None
         weights, seconds = plan.device_bytes + problem.unpacked_bytes, plan.predicted.step_s
     return PhaseMemory(

@@ -19,6 +19,7 @@ from tabulate import tabulate
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
@@ -61,15 +62,15 @@ def main() -> None:
         traced = PRESETS[MODEL].trace(degree, SIZE)
         problem, machine = make_cut(traced).problem, load_profile(MACHINE)
         halved = with_drive(problem, for_the_drive(traced.large, int(SHARE * sum(n for _, n in traced.large))))
-        memory = place(problem, machine, chunk_bytes=CHUNK, memory=BUDGET)
+        memory = place(problem, machine, Goal(memory=BUDGET), chunk_bytes=CHUNK)
         assert memory.predicted is not None
         resident = memory.predicted.resident_step_s
         planned, layerwise = list[str](), list[str]()
         for rate in DRIVES:
             slower = replace(machine, drive_bandwidth=rate)
-            planned.append(f"{step(place(halved, slower, chunk_bytes=CHUNK, memory=BUDGET)) / resident:.2f}")
+            planned.append(f"{step(place(halved, slower, Goal(memory=BUDGET), chunk_bytes=CHUNK)) / resident:.2f}")
             try:
-                each = place(halved, slower, policy="layerwise", chunk_bytes=CHUNK)
+                each = place(halved, slower, Goal(policy="layerwise"), chunk_bytes=CHUNK)
                 layerwise.append(f"{step(each) / resident:.2f}")
             except ChunkflowError as error:
                 layerwise.append(str(error).partition(":")[0])

@@ -22,6 +22,7 @@ from runs import put_section
 from sixty_blocks import sixty_blocks
 from tabulate import tabulate
 
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     title, cut, machine = sixty_blocks()
-    program = rewrite(cut, place(cut.problem, machine, memory=cut.problem.total_bytes // 2))
+    program = rewrite(cut, place(cut.problem, machine, Goal(memory=cut.problem.total_bytes // 2)))
     predicted = program.plan.predicted
     assert predicted is not None
     times = _issue(program)

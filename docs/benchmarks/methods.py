@@ -28,13 +28,14 @@ from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, place
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
 from chunkflow_compile.simulate.group_offload import play_group_offload, there_and_back_s
@@ -198,7 +199,7 @@ def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
     group = play_group_offload(problem, hardware)
     ways = {
-        PLAIN: _way(planned(problem, policy="resident"), activations),
+        PLAIN: _way(planned(problem, goal=Goal(policy="resident")), activations),
         GROUP: Way(forward_s=group.timeline.step_s, nbytes=group.device_bytes + activations),
     }
     row = Row(
@@ -208,15 +209,15 @@ def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
         once_s=there_and_back_s(problem.total_bytes, hardware),
         how="planned",
     )
-    smallest = partial(planned, slowdown=DEFAULT_SLOWDOWN)
+    smallest = partial(planned, goal=Goal())
     if not hardware.why_no_peers(ranks):
         rate = hardware.rate_beside_pulls(ranks)
         problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
     chosen = smallest(problem)
     if chosen.device_bytes < group.device_bytes:  # give it the same bytes
-        chosen = planned(problem, memory=group.device_bytes)
+        chosen = planned(problem, goal=Goal(memory=group.device_bytes))
     if chosen.device_bytes + activations > row.available:
-        chosen = planned(problem, memory=row.available - activations)
+        chosen = planned(problem, goal=Goal(memory=row.available - activations))
     return replace(row, ways={**ways, CHUNKFLOW: _way(chosen, activations)})
 
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from chunkflow_compile.catalog.presets import OutputSizes, preset
 from chunkflow_compile.catalog.sizes import Timestep
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.pipeline import make_cut
@@ -103,9 +104,9 @@ class Result:
 
 
 def play(case: Case, problem: Problem, machine: Hardware) -> Result:
-    plans = {policy: place(problem, machine, policy=policy, chunk_bytes=CHUNK) for policy in POLICIES}
+    plans = {policy: place(problem, machine, Goal(policy=policy), chunk_bytes=CHUNK) for policy in POLICIES}
     room = plans["layerwise"].device_bytes
-    return Result(case, problem, {**plans, ROOMY: place(problem, machine, chunk_bytes=CHUNK, memory=room)})
+    return Result(case, problem, {**plans, ROOMY: place(problem, machine, Goal(memory=room), chunk_bytes=CHUNK)})
 
 
 def breakdown(r: Result, arm: str) -> tuple[float, float, float, float]:

@@ -17,6 +17,7 @@ from paper_formulas import (
 )
 
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import Builder, place
 from chunkflow_compile.passes.placement.search import Planner
@@ -98,8 +99,8 @@ def at_layerwise_step(results: list[Result]) -> list[Plan]:
         place(
             r.problem,
             load_profile(MACHINE),
+            Goal(slowdown=max(1.0, r.step("layerwise") / r.step("resident"))),
             chunk_bytes=CHUNK,
-            slowdown=max(1.0, r.step("layerwise") / r.step("resident")),
         )
         for r in results
     ]
@@ -127,7 +128,7 @@ def chunk_rows(results: list[Result], machine: Hardware) -> list[Row]:
         for size in (4, 16, 64, 256):
             nbytes = size * MIB
             tail = chunk_seconds(chunk_bytes=nbytes, h2d=machine.h2d_bandwidth, eta_pref=machine.eta_pref)
-            plan = place(r.problem, machine, chunk_bytes=nbytes, memory=r.plans["layerwise"].device_bytes)
+            plan = place(r.problem, machine, Goal(memory=r.plans["layerwise"].device_bytes), chunk_bytes=nbytes)
             assert plan.predicted is not None
             rows.append(
                 {
@@ -147,7 +148,7 @@ def residency_rows(results: list[Result], machine: Hardware) -> list[Row]:
     rows = []
     for r in (r for r in results if r.case.size in (41, 4, 9)):
         planner = Planner(r.problem, Simulator(r.problem, machine, CHUNK))
-        builder = Builder(planner, machine, "chunkflow")
+        builder = Builder(planner)
         for share in (0.0, 0.2, 0.4, 0.6):
             residents = round(share * len(planner.chunks))
             tried = [c for hard in (False, True) if (c := planner.candidate(residents, None, hard)) is not None]

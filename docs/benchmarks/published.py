@@ -29,6 +29,7 @@ from tqdm import tqdm
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
@@ -160,7 +161,7 @@ def predict(row: Row, problem: Problem) -> float:
         machine = machine.attending_by(row.attention)
     if row.sharded:
         problem = gathered(problem, row.ulysses)
-    plan = place(problem, machine, policy=row.policy, chunk_bytes=DEFAULT_CHUNK_BYTES)
+    plan = place(problem, machine, Goal(policy=row.policy), chunk_bytes=DEFAULT_CHUNK_BYTES)
     assert plan.predicted is not None
     return plan.predicted.step_s * preset(row.model).forwards
 

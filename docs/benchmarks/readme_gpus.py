@@ -44,6 +44,7 @@ from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
@@ -230,8 +231,8 @@ class Planned:
 
     def forward_s(self, hardware: Hardware, budget: int | None, problem: Problem | None = None) -> float:
         """Seconds of a forward in a budget, or with all weights on the GPU."""
-        goal: dict[str, Any] = {"policy": "resident"} if budget is None else {"memory": self.room(budget)}
-        plan = place(problem or self.cut.problem, hardware, chunk_bytes=CHUNK_BYTES, **goal)
+        goal = Goal(policy="resident") if budget is None else Goal(memory=self.room(budget))
+        plan = place(problem or self.cut.problem, hardware, goal, chunk_bytes=CHUNK_BYTES)
         assert plan.predicted is not None
         return plan.predicted.step_s
 

@@ -28,13 +28,14 @@ from tqdm import tqdm
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.goal import DEFAULT_SLOWDOWN, Goal
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, GROUP_OFFLOAD, SHARDED
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
-from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN, least_memory, place
+from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Region, RegionCost, Weight
 from chunkflow_compile.report.pictures import new_axes, save_figure
@@ -112,8 +113,8 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, room: int) -> dict[str, Reach
         return Reached(plan.device_bytes, plan.predicted.step_s)
 
     found: dict[str, Reached | str] = {
-        "resident": of(planned(problem, policy="resident")),
-        "layerwise": of(planned(problem, policy="layerwise")),
+        "resident": of(planned(problem, goal=Goal(policy="resident"))),
+        "layerwise": of(planned(problem, goal=Goal(policy="layerwise"))),
     }
     taken = {}
     for way in SHARDED:
@@ -122,20 +123,22 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, room: int) -> dict[str, Reach
         taken[way] = step.device_bytes
     split, sharded = SHARDED
     least = least_memory(problem, hardware, CHUNK_BYTES)
-    found[HOST_LEAST] = of(planned(problem, memory=least))
-    found[HOST] = of(planned(problem, memory=max(least, taken[split])))
-    found[HOST_MOST] = of(planned(problem, memory=room)) if least <= room else f"needs {least} bytes, of {room}"
+    found[HOST_LEAST] = of(planned(problem, goal=Goal(memory=least)))
+    found[HOST] = of(planned(problem, goal=Goal(memory=max(least, taken[split]))))
+    found[HOST_MOST] = (
+        of(planned(problem, goal=Goal(memory=room))) if least <= room else f"needs {least} bytes, of {room}"
+    )
     group = play_group_offload(problem, hardware)
     found[GROUP_OFFLOAD] = Reached(group.device_bytes, group.timeline.step_s)
     if hardware.why_no_peers(ranks):
         found |= {PEERS_LEAST: "no peers", PEERS: "no peers"}
-        found[MIX] = of(planned(problem, slowdown=DEFAULT_SLOWDOWN))
+        found[MIX] = of(planned(problem, goal=Goal(slowdown=DEFAULT_SLOWDOWN)))
         return found
     pieces = on_peers(cut, streamable(cut), ranks).problem
     least = least_memory(pieces, hardware, CHUNK_BYTES)
-    found[PEERS_LEAST] = of(planned(pieces, memory=least))
-    found[PEERS] = of(planned(pieces, memory=max(least, taken[sharded])))
-    slowed = partial(planned, slowdown=DEFAULT_SLOWDOWN)
+    found[PEERS_LEAST] = of(planned(pieces, goal=Goal(memory=least)))
+    found[PEERS] = of(planned(pieces, goal=Goal(memory=max(least, taken[sharded]))))
+    slowed = partial(planned, goal=Goal(slowdown=DEFAULT_SLOWDOWN))
     names = to_peers(cut, slowed, ranks, budget=False, host_rate=hardware.rate_beside_pulls(ranks))
     found[MIX] = of(slowed(on_peers(cut, names, ranks).problem))
     return found
@@ -254,7 +257,7 @@ def published() -> list[dict[str, Any]]:
     for clip, layerwise, split, sharded in (("29 frames, 480p", 81.46, 30.79, 15.38), ("241, 720p", 0, 214.53, 210.05)):
         steps, ranks, machine = 35, 4, load_profile("b200")
         problem = cosmos(sharded / steps, machine, ranks)
-        plan = place(problem, machine, policy="layerwise", chunk_bytes=DEFAULT_CHUNK_BYTES)
+        plan = place(problem, machine, Goal(policy="layerwise"), chunk_bytes=DEFAULT_CHUNK_BYTES)
         assert plan.predicted is not None
         predicted = {"layerwise": plan.predicted.step_s}
         predicted |= {way: play_sharded(way, problem, machine, ranks).timeline.step_s for way in SHARDED}

@@ -16,6 +16,7 @@ import torch
 from sixty_blocks import BLOCKS, sixty_blocks
 from tabulate import tabulate
 
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify, verify_together
@@ -42,8 +43,8 @@ def main() -> None:
     arguments = parser.parse_args()
     title, cut, machine = sixty_blocks()
     smallest, half = (
-        rewrite(cut, place(cut.problem, machine, **goal))
-        for goal in ({"slowdown": 1.02}, {"memory": cut.problem.total_bytes // 2})
+        rewrite(cut, place(cut.problem, machine, goal))
+        for goal in (Goal(slowdown=1.02), Goal(memory=cut.problem.total_bytes // 2))
     )
     times = _times(lambda: verify(smallest))
     proof = verify(smallest)

@@ -42,7 +42,7 @@ def apart(cut: Cut) -> Groups:
     return tuple((region.index,) for region in cut.problem.regions)
 
 
-def joined(problem: Problem, groups: Groups) -> Problem:
+def merged(problem: Problem, groups: Groups) -> Problem:
     """The problem with one region for each group.  What fusion saves is not known: costs add up."""
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)

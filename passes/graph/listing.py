@@ -9,8 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.kernel_calls import operands_of
-from chunkflow_compile.passes.ops import Prefetch, TransferOp, transfer_of
-from chunkflow_compile.passes.step import Evict
+from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
 
 def listing(module: GraphModule) -> str:
@@ -39,20 +38,6 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
         f"{k}={_value_text(v, renamed)}" for k, v in operands_of(node).items()
     ]
     return f"{named} = {target_name(node)}({', '.join(operands)})"
-
-
-def transfer_text(op: TransferOp) -> str:
-    """A transfer op as one line."""
-    if isinstance(op, Evict):
-        return f"evict({op.weight!r})"
-    if not isinstance(op, Prefetch):
-        return f"wait({', '.join((str(op.event), *map(repr, op.weights)))})"
-    copy = op.copy
-    said = [repr(copy.weight), f"chunks[{copy.first}:{copy.end}]", f"window={copy.window}"]
-    said += ["next_step=True"] if copy.next_step else []
-    said += [f"lane={copy.stream!r}"] if copy.stream != "copy" else []
-    said += [f"{name}={event}" for name, event in (("after", op.after), ("then", op.then)) if event is not None]
-    return f"prefetch({', '.join(said)})"
 
 
 def target_name(node: Node) -> str:

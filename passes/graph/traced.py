@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
+from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
 from chunkflow_compile.passes.problem import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """The blocks of one structure, whose programs run in turns: ``count`` of them.  ``memory``: most bytes of their
-    weights on the device, None if that is not known."""
+    """The blocks of one structure, whose programs run in turns: ``count`` of them.  ``goal``: of all of them together; its
+    budget is their share of the model's, None if that is not known."""
 
     count: int
-    memory: int | None = None
+    goal: Goal = DEFAULT_GOAL
 
 
 @dataclass(frozen=True, kw_only=True)

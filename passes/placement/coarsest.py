@@ -11,11 +11,13 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, joined, repeated, streamed_bytes
+from chunkflow_compile.passes.goal import Goal
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, merged, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
@@ -30,22 +32,19 @@ MOST_REGIONS = 72
 
 
 class MakePlan(Protocol):
-    """Plans a problem within ``memory`` bytes, None for any.  Raises ChunkflowError if there is no plan.
+    """Plans a problem for a goal.  Raises ChunkflowError if there is no plan.  ``ends``: see Plan.check_problem."""
 
-    ``ends``: see Plan.check_problem.
-    """
-
-    def __call__(self, problem: Problem, *, memory: int | None, ends: Sequence[int] | None = None) -> Plan: ...
+    def __call__(self, problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan: ...
 
 
-def judged(finest: Problem, repeats: Repeats | None, memory: int | None, plan: MakePlan) -> Callable[[Problem], Plan]:
+def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan) -> Callable[[Problem], Plan]:
     """Plans a problem of the cuts of a graph as it is going to run: by itself, or in turns with others of its kind.
 
-    ``finest``: that of the finest cut.  ``repeats``: of a program that runs in turns, whose memory counts then; else
-    ``memory`` is that of the program, None if no budget was given.
+    ``finest``: the problem of the finest cut.  ``repeats``: of a program that runs in turns, which is planned for the goal of
+    all of them; any other is planned for ``goal``.
     """
     if repeats is None:
-        return partial(plan, memory=memory)
+        return partial(plan, goal=goal)
     return partial(_in_turns, plan, repeats, finest)
 
 
@@ -60,7 +59,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
             break
         try:
             best = best or planned(finest.problem)
-            if _as_good(planned(joined(finest.problem, groups)), best, budget):
+            if _as_good(planned(merged(finest.problem, groups)), best, budget):
                 return groups
         except ChunkflowError:  # too little memory for regions of this size
             if best is None:
@@ -82,9 +81,9 @@ def _as_good(plan: Plan, best: Plan, budget: bool) -> bool:
 
 def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Problem) -> Plan:
     """The plan of programs of this problem in turns."""
-    count, memory = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.memory
-    if memory is not None:
+    count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
+    if goal.memory is not None:
         arena = 2 * max(streamed_bytes(finest))  # what weights stream through does not grow with their number
-        memory = arena + max(0, memory - arena) * count // repeats.count
+        goal = replace(goal, memory=arena + max(0, goal.memory - arena) * count // repeats.count)
     size = len(problem.regions)
-    return plan(repeated(problem, count), memory=memory, ends=range(size, count * size + 1, size))
+    return plan(repeated(problem, count), goal=goal, ends=range(size, count * size + 1, size))

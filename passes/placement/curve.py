@@ -31,7 +31,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
     """The points of all plans tried, in no order; one at a time, so that a caller can show progress."""
     outside = problem.unpacked_bytes  # as for place
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    builder = Builder(planner, hardware, "chunkflow")
+    builder = Builder(planner)
     resident = planner.resident.step_s
     natural = planner.candidate(0, None)
     assert natural is not None

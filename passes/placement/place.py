@@ -13,9 +13,10 @@ from collections.abc import Mapping
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
 from chunkflow_compile.passes.graph.labels import region_labels
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import Policy, Yield
+from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, aligned, runs
 from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.units import enough, size
@@ -29,18 +30,14 @@ from .windows import as_windows
 
 # Policies whose plan depends on the byte budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-DEFAULT_SLOWDOWN = 1.02
 
 
 def place(
     problem: Problem,
     hardware: Hardware,
+    goal: Goal = DEFAULT_GOAL,
     *,
-    policy: Policy = "chunkflow",
     chunk_bytes: int = 16 << 20,
-    memory: int | None = None,
-    slowdown: float | None = None,
-    yields: Yield = "auto",
     part: bool = False,
     like: Plan | None = None,
     inside: bool = False,
@@ -50,64 +47,50 @@ def place(
 ) -> Plan:
     """Decide the home, slot and windows of every weight.
 
-    ``memory``: most weight bytes on the device; the plan is the fastest within them.  ``slowdown``: longest predicted
-    step, as a multiple of the step with all weights resident; the plan is the smallest that meets it.  Without either
-    goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``part``: the program is a part of a model, and
-    other parts run in the same arena before it runs again, so every weight streams and no copy serves the next call.
+    ``part``: the program is a part of a model, and other parts run in the same arena before it runs again, so every weight
+    streams and no copy serves the next call.
     ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over if it
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
-    ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``, and
+    ``outside``: bytes of the model's weights on the device that the program does not read; they count against the budget, and
     so do the largest weight that a region unpacks, and this rank's pieces of weights.
     ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
-    Raises ChunkflowError for a goal that check_goal refuses, if ``memory`` is below the least that the program needs, or if
-    the timings are of another problem.
+    Raises ChunkflowError if the budget is below the least that the program needs, or if the timings are of another problem.
     """
-    check_goal(policy, memory, slowdown, yields)
     outside += problem.unpacked_bytes
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside, joins)
-    builder = Builder(planner, planner.simulator.hardware, policy, inside)
-    if policy == "chunkflow":
-        taken = None if like is None else _taken_over(planner, builder, like, memory, slowdown)
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), goal, outside, joins)
+    builder = Builder(planner, inside)
+    if goal.policy == "chunkflow":
+        taken = None if like is None else _taken_over(planner, builder, like)
         if taken is not None:
             plan = taken
         elif part:
-            plan = _within_call(planner, builder, memory)
-        elif memory is None:
-            plan = _smallest(planner, builder, slowdown)
+            plan = _within_call(planner, builder)
+        elif goal.memory is None:
+            plan = _smallest(planner, builder)
         else:
-            plan = _fastest(planner, builder, memory)
-    elif policy == "layerwise-prefix":
-        plan = _prefix(planner, builder, memory)
+            plan = _fastest(planner, builder, goal.memory)
+    elif goal.policy == "layerwise-prefix":
+        plan = _prefix(planner, builder)
     else:
-        plan = builder.plan(*_policy_windows(policy, planner))
-    if memory is not None and plan.device_bytes + outside > memory:
+        plan = builder.plan(*_policy_windows(planner))
+    if goal.memory is not None and plan.device_bytes + outside > goal.memory:
         raise ChunkflowError(
-            f"memory={size(memory)} is below the {size(plan.device_bytes + outside)} that policy {policy} takes; "
+            f"memory={size(goal.memory)} is below the {size(plan.device_bytes + outside)} that policy {goal.policy} takes; "
             "it has no smaller plan."
         )
     return plan
-
-
-def check_goal(policy: Policy, memory: object, slowdown: float | None, yields: Yield) -> None:
-    """Raise ChunkflowError if both goals are passed, if ``slowdown`` is below 1, or if the policy ignores an argument."""
-    if memory is not None and slowdown is not None:
-        raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
-    if slowdown is not None and not slowdown >= 1:
-        raise ChunkflowError(f"Option slowdown={slowdown} is below 1: no plan beats all weights on the device.")
-    ignored = f"slowdown={slowdown}" if slowdown is not None else f"yield={yields}" if yields != "auto" else ""
-    if ignored and policy != "chunkflow":
-        raise ChunkflowError(f"Policy {policy} has one plan only: {ignored} would change nothing; leave it out.")
 
 
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:
     """The least weight bytes on the device for which there is a plan.  ``outside``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return Builder(planner, hardware, "chunkflow").least()[1]
+    return Builder(planner).least()[1]
 
 
-def _policy_windows(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
+def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
+    policy = planner.goal.policy
     if policy == "resident":
         return {}, ()
     if policy not in ("layerwise", "layerwise-barrier"):
@@ -117,44 +100,42 @@ def _policy_windows(policy: Policy, planner: Planner) -> tuple[dict[str, Windows
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
 
 
-def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
-    """Layerwise, with as many of the first blocks resident as fit ``memory``."""
-    if memory is None:
+def _prefix(planner: Planner, builder: Builder) -> Plan:
+    """Layerwise, with as many of the first blocks resident as fit the budget."""
+    if planner.goal.memory is None:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=BYTES.")
     placed = layerwise(planner.problem, planner.chunks)
     streamed = planner.play(placed)
     for first, last in block_regions(planner.problem):
         kept = [None if first <= c.first <= last else w for c, w in zip(planner.chunks, placed, strict=True)]
         candidate = planner.play(kept)
-        if builder.slots(candidate) > memory:
+        if builder.slots(candidate) > planner.goal.memory:
             break
         placed, streamed = kept, candidate
     return builder.candidate(streamed)
 
 
-def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Plan:
-    target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
-    smallest = planner.smallest(target)
+def _smallest(planner: Planner, builder: Builder) -> Plan:
+    smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
     return builder.candidate(min(smallest, planner.everything, key=builder.slots))
 
 
-def _taken_over(
-    planner: Planner, builder: Builder, like: Plan, memory: int | None, slowdown: float | None
-) -> Plan | None:
+def _taken_over(planner: Planner, builder: Builder, like: Plan) -> Plan | None:
     """The placement of ``like`` for this problem, None if it misses the goal here."""
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
     slots = {w.name: w.offset for w in like.streamed if w.offset is not None}
     plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, slots)
-    if memory is not None:
-        return plan if plan.device_bytes + planner.outside <= memory else None
+    if planner.goal.memory is not None:
+        return plan if plan.device_bytes + planner.outside <= planner.goal.memory else None
     assert plan.predicted is not None
-    target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
+    target = planner.goal.longest * planner.resident.step_s
     return plan if plan.predicted.step_s <= target * (1 + ROUNDING) else None
 
 
-def _within_call(planner: Planner, builder: Builder, memory: int | None) -> Plan:
+def _within_call(planner: Planner, builder: Builder) -> Plan:
     """Every weight streams, in time where that is possible without a copy in the call before."""
+    memory = planner.goal.memory
     wanted = planner.latest(planner.chunks)
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
@@ -202,14 +183,12 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
 class Builder:
     """Builds plans from placements: slots, prediction, reasons."""
 
-    def __init__(self, planner: Planner, hardware: Hardware, policy: Policy, inside: bool = False) -> None:
+    def __init__(self, planner: Planner, inside: bool = False) -> None:
         """``inside``: see place."""
         self.planner = planner
         self.inside = inside
         self.problem = planner.problem
         self.digest = planner.problem.digest
-        self.hardware = hardware
-        self.policy = policy
 
     def candidate(self, candidate: Candidate) -> Plan:
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
@@ -239,7 +218,7 @@ class Builder:
         for weight in self.problem.weights:
             mine = windows.get(weight.name, ()) if weight.name in at else ()
             slack = timeline.slack.get(weight.name)
-            why = reason(self.planner, self.policy, weight, windows.get(weight.name, ()), slack, held.get(weight.name))
+            why = reason(self.planner, weight, windows.get(weight.name, ()), slack, held.get(weight.name))
             weights.append(
                 WeightPlan(
                     name=weight.name,
@@ -255,9 +234,9 @@ class Builder:
                 )
             )
         plan = Plan(
-            policy=self.policy,
+            policy=self.planner.goal.policy,
             problem=self.digest,
-            hardware=self.hardware.name,
+            hardware=self.planner.simulator.hardware.name,
             chunk_bytes=self.planner.simulator.chunk_bytes,
             arena_bytes=arena,
             regions=region_labels(self.problem),

@@ -8,9 +8,7 @@ from chunkflow_compile.passes.problem import Weight
 from .search import Planner
 
 
-def reason(
-    planner: Planner, policy: str, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None
-) -> str:
+def reason(planner: Planner, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None) -> str:
     """The reason for the placement of ``weight``.
 
     ``slack``: predicted seconds from its arrival to its first reader; negative if the reader waits.  ``barrier``: the
@@ -22,6 +20,7 @@ def reason(
         return "empty"
     if not weight.uses:
         return "no region reads it"
+    policy = planner.goal.policy
     if policy == "resident":
         return "policy resident: nothing is streamed"
     kept = sum(w is None for w in windows)

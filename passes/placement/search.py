@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from chunkflow_compile.passes.names import MOVES, Moves, Yield
+from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
+from chunkflow_compile.passes.names import MOVES, Moves
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Copy, Scheduler, Start, Step
+from chunkflow_compile.passes.step import Scheduler, Step, copies
 
 from .policies import layerwise
 from .residency import rank
@@ -60,13 +61,13 @@ class Candidate:
 
 
 class Planner:
-    """Builds and plays candidates for a problem on a machine; independent of the goal."""
+    """Builds and plays candidates for a problem on a machine.  Of the goal, they depend on how copies yield only."""
 
     def __init__(
         self,
         problem: Problem,
         simulator: Simulator,
-        yields: Yield = "auto",
+        goal: Goal = DEFAULT_GOAL,
         outside: int = 0,
         joins: tuple[int, ...] = (),
     ) -> None:
@@ -75,7 +76,7 @@ class Planner:
         self.scheduler = Scheduler(problem)
         self.joins = joins
         self.outside = outside
-        self.yields = yields
+        self.goal = goal
         self.simulator = simulator
         self.count = len(problem.regions)
         self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
@@ -126,7 +127,7 @@ class Planner:
         slots: Mapping[str, int] | None = None,
     ) -> Candidate:
         """Play any placement of the chunks."""
-        hard = hard or self.yields == "hard"
+        hard = hard or self.goal.yields == "hard"
         timeline = self.simulator.play(self._step(placed, hard, self.joins), spans=False)
         return Candidate(
             placed=tuple(placed),
@@ -227,7 +228,7 @@ class Planner:
         floor = self._least(residents)
         ceiling = natural.nbytes - self.kept_bytes - self._resident_sums[residents]
         candidates = [natural]
-        for hard in (False, True) if self.yields == "auto" else (natural.hard,):
+        for hard in (False, True) if self.goal.yields == "auto" else (natural.hard,):
             if hard and self.play(candidates[-1].placed, True).step_s > candidates[-1].step_s:
                 break
             low, high = floor, ceiling
@@ -254,7 +255,7 @@ class Planner:
 
     def _contended(self, candidate: Candidate) -> bool:
         taking = any(self.simulator.taking_the_link(use) for use in {chunk.use for chunk in self.chunks})
-        return self.yields == "auto" and taking and candidate.timeline.inflation_s > 0
+        return self.goal.yields == "auto" and taking and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s
@@ -313,7 +314,7 @@ class Planner:
         least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
         windows = fit(self.chunks, self.latest(self.chunks), self.count, 2 * least)
         assert windows is not None
-        timeline = self.simulator.play(self._step(windows, self.yields == "hard", ()), spans=False)
+        timeline = self.simulator.play(self._step(windows, self.goal.yields == "hard", ()), spans=False)
         stalls: dict[int, float] = {}
         for chunk in self.chunks:
             stalls[chunk.first] = stalls.get(chunk.first, 0.0)
@@ -340,16 +341,19 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
     For the first collective of a step, the newest copy may be one of the step before.  ``lanes``: the weights of each.
     """
     lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
+    moved = [(copy.window or 0, copy.weight) for copy in copies(step) if copy.weight in lane_of]
     last = max((c.before for c in problem.collectives), default=0)
-    copies = [op for op in step if isinstance(op, Copy) and op.weight in lane_of]
-    newest = {lane_of[op.weight]: op.weight for op in copies if op.window is not None and op.window >= last}
-    placed = []
-    for op in step:
-        if isinstance(op, Copy) and op.weight in lane_of:
-            newest[lane_of[op.weight]] = op.weight
-        elif isinstance(op, Start) and newest:
+    newest = {lane_of[weight]: weight for window, weight in moved if window >= last}
+    placed, at = list[Barrier](), 0
+    for collective in sorted(problem.collectives, key=lambda c: c.before):
+        while (
+            at < len(moved) and moved[at][0] < collective.before
+        ):  # a window opens after the collectives before its region
+            newest[lane_of[moved[at][1]]] = moved[at][1]
+            at += 1
+        if newest:
             weights = tuple(newest[lane] for lane in sorted(newest))
-            placed.append(Barrier(collective=problem.collectives[op.collective].name, weights=weights))
+            placed.append(Barrier(collective=collective.name, weights=weights))
             newest = {}
     return tuple(placed)
 

@@ -14,46 +14,50 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import NamedTuple
 
-from .cycle import Cycle, border
-from .happens_before import HappensBefore, Op
+from chunkflow_compile.passes.step import Op, copies, weights_of
+
+from .cycle import Cycle
+from .happens_before import HappensBefore, Issued
+
+# The readers of a weight and its evict, by the weight and the pass.
+_Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
     begins: dict[int, int] = {}
-    uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
+    uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
     kept: dict[str, int] = {}  # weight -> the newest copy of its chunks that stay
-    for i, op in enumerate(order.ops):
-        if op.kind == "chunk" and op.serves is None:
-            kept[op.weight] = i
-        if op.step == 1:
-            begins.setdefault(op.call, i)
-            for copy in _awaited(order, i) if op.kind == "wait" else ():
-                for weight in op.weights:
+    for i, each in enumerate(order.ops):
+        if each.copy is not None and each.serves is None:
+            kept[each.copy.weight] = i
+        if each.step == 1:
+            begins.setdefault(each.call, i)
+            if each.readable and (copy := order.awaited(i)) is not None:
+                for weight in each.readable:
                     if cycle.plan.lane(weight) == order.ops[copy].stream:
                         waits.setdefault(weight, []).append(_Wait(i, copy))
-        for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
-            uses.setdefault((weight, op.step), []).append(i)
-    alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use
+        for weight in (*each.reads, *each.evicts):
+            uses.setdefault((weight, each.step), []).append(i)
+    alive = list[tuple[int, int]]()  # each copy whose last use is still to come, after the index of that use
     seen = 0
     for call in range(1, len(cycle.calls)):
-        begin, first = begins[call], border(cycle, call)
-        fresh = (i for i in range(seen, begin) if order.ops[i].kind == "chunk" and order.ops[i].serves is not None)
+        begin, first = begins[call], cycle.prologue(call, jumps=True)
+        fresh = (i for i in range(seen, begin) if order.ops[i].serves is not None)
         alive += [(_last_use(order, uses, order.ops[i]), i) for i in fresh]
         alive, seen = [(last, i) for last, i in alive if last >= begin], begin
-        expected = [(order.ops[i].weight, order.ops[i].chunk) for _, i in alive]
-        chunks = [(p.copy.weight, c) for p in first.prefetches for c in range(p.copy.first, p.copy.end)]
-        if chunks != expected:
-            odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
+        fetched, expected = _chunks(first), _chunks(order.ops[i].op for _, i in alive)
+        if fetched != expected:
+            odd = next(a or b for a, b in zip_longest(fetched, expected) if a != b)
             yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
-        if first.waits:
+        if first[-1].stream == "compute":  # it waits for all of it
             continue
-        due = kept | {order.ops[i].weight: i for _, i in alive if order.ops[i].serves == 1}
+        due = kept | {weights_of(order.ops[i].op)[0]: i for _, i in alive if order.ops[i].serves == 1}
         marked = {i for _, i in alive} | set(kept.values())
         for name in (w.name for w in cycle.plan.streamed):
             read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
@@ -75,13 +79,14 @@ class _Wait(NamedTuple):
     arrival: int
 
 
-def _awaited(order: HappensBefore, i: int) -> list[int]:
-    """The copy whose arrival the wait at an index awaits; none if that was not recorded."""
-    return [copy for copy in order.graph.predecessors(i) if order.graph.edges[copy, i].get("event") == "arrival"]
+def _chunks(ops: Iterable[Op]) -> list[tuple[str, int]]:
+    """The weights and chunks of the copies among ops."""
+    return [(op.weight, chunk) for op in copies(ops) for chunk in range(op.first, op.end)]
 
 
-def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:
-    """The index of the last op that uses a chunk; after all ops, if that is in a pass that is not unrolled."""
-    if op.serves is not None and op.serves >= order.steps:
+def _last_use(order: HappensBefore, uses: _Uses, copy: Issued) -> int:
+    """The index of the last op that uses the chunks of a copy; after all ops, if that is in a pass that is not unrolled."""
+    if copy.serves is not None and copy.serves >= order.steps:
         return len(order.ops)
-    return max(uses.get((op.weight, op.serves), ()), default=-1)
+    (weight,) = weights_of(copy.op)
+    return max(uses.get((weight, copy.serves), ()), default=-1)

@@ -34,16 +34,12 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
         for collective in awaited(node) if is_wait_tensor(node) else ():
             completions.setdefault(collective.name, node.name)
     for step in range(order.steps):
-        ops = {op.label: i for i, op in enumerate(order.ops) if op.step == step and op.kind in _BY_NODE}
+        ops = {each.label: i for i, each in enumerate(order.ops) if each.step == step and each.is_node}
         checks = _StepCollectives(program, order, memory, completions, ops)
         yield from checks.check_completions()
         yield from checks.check_readers()
         yield from checks.check_memory()
         yield from checks.check_releases(step)
-
-
-# Kinds of ops whose label is the name of their node.
-_BY_NODE = frozenset(("region", "collective", "element", "completion", "other"))
 
 
 def _check_last_readers(program: Program) -> Iterator[str]:
@@ -78,7 +74,7 @@ class _StepCollectives:
     reported: set[tuple[str, str]] = field(default_factory=set)
 
     def check_completions(self) -> Iterator[str]:
-        for op in (i for i in self.ops.values() if self.order.ops[i].kind == "collective"):
+        for op in (i for i in self.ops.values() if self.order.ops[i].starts):
             if not any(True for _ in self.order.graph.successors(op)):
                 name = self.order.ops[op].label
                 yield f"{name}: nothing completes {self.order.ops[op]}; missing edge: {name} -> wait_tensor"
@@ -113,7 +109,7 @@ class _StepCollectives:
                     users.setdefault(place, []).append(name)
         turns = _turns(self.program)
         for name, uses in self.memory.uses.items():
-            if name not in self.ops or self.order.ops[self.ops[name]].kind != "collective":
+            if name not in self.ops or not self.order.ops[self.ops[name]].starts:
                 continue
             for place in sorted(uses.reads | uses.writes):
                 for other in users[place]:
@@ -136,7 +132,7 @@ class _StepCollectives:
             return
         ops, earlier, later = self.order.ops, self.memory.uses[first], self.memory.uses[then]
         edge = f"missing edge: {self._end(before)} -> {ops[after].label}"
-        value = self._value(first if ops[before].kind == "collective" else then, place)
+        value = self._value(first if ops[before].starts else then, place)
         if place in later.writes:
             doing = "writes" if place in earlier.writes else "reads"
             yield f"{value}: {ops[after]} may write it while {ops[before]} still {doing} it; {edge}"
@@ -152,16 +148,16 @@ class _StepCollectives:
         """Check that a value is released only when every collective that uses it is over."""
         order = self.order
         nodes = {node.name: node for node in self.program.module.graph.nodes}
-        for i, op in enumerate(order.ops):
-            if op.kind != "release" or op.step != step:
+        for i, each in enumerate(order.ops):
+            if each.step != step:
                 continue
-            for value in (v for v in op.values if v in nodes):
+            for value in (v for v in each.releases if v in nodes):
                 for user in (nodes[value], *nodes[value].users):
                     used = self.ops.get(user.name, i)
                     if order.ops[used].stream == "collective" and not order.ordered(used, i):
                         yield (
-                            f"{value}: {op} comes before {order.ops[used]} is over; missing edge: "
-                            f"{self._end(used)} -> {op.label}"
+                            f"{value}: {each} comes before {order.ops[used]} is over; missing edge: "
+                            f"{self._end(used)} -> {each.label}"
                         )
 
     def _end(self, op: int) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from torch.fx import Node
 
 from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name, is_view
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.graph.sizes import is_size
@@ -76,14 +77,14 @@ def _computed(region: CutRegion) -> list[Node]:
     return [node for node in region.module.graph.nodes if node.target is not UNPACK]
 
 
-def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
+def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
     """Check that the plan has this problem's weights, chunks and windows, within its arena and the budget."""
     plan.check_problem(problem)
     count = len(problem.regions)
     if len(plan.regions) != count:
         _broken("planned", f"{len(plan.regions)} windows for {count} regions")
-    if memory is not None and plan.device_bytes > memory:
-        _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {memory}")
+    if goal.memory is not None and plan.device_bytes > goal.memory:
+        _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {goal.memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
         expected = weights[weight.name]  # equal digests, so the names are the same

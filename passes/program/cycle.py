@@ -4,9 +4,9 @@ A whole model is a cycle of one call.  Blocks that are compiled one by one, the 
 that run in turns are cycles of several.  The calls of a cycle are one Problem: its windows lie on one circle, so the
 last windows of a call fetch for the next calls, and those of the last call for the first.
 
-    join      the Problem of the calls, in their order
-    write     the program of each call, with the transfers of its windows
-    prologue  what a cold start at a call, a jump to it and rewritten weights copy first
+    problem_of  the Problem of the calls, in their order
+    write       the program of each call, with the transfers of its windows
+    prologue    what a cold start at a call, a jump to it and rewritten weights copy first
 """
 
 from __future__ import annotations
@@ -19,23 +19,13 @@ from itertools import accumulate, chain
 
 from torch.fx import Node
 
+from chunkflow_compile.passes.forms import CallEvents, prologue, resident
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.passes.ops import Prefetch, TransferOp, prefetch_of, transfer_of
+from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
-from chunkflow_compile.passes.step import (
-    CallEvents,
-    Copy,
-    Record,
-    Step,
-    Transfers,
-    Wait,
-    order,
-    prologue,
-    resident,
-    transfers,
-)
+from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, transfers
 
 from .rewrite import CyclePlace, Program, ops_of, rewrite
 
@@ -117,12 +107,12 @@ class Cycle:
     @property
     def signals(self) -> Step:
         """What records and awaits each event: equal in programs that can share their events."""
-        return tuple(op for op in self._issued if isinstance(op, Record | Wait))
+        return marks(self._issued)
 
     def prologue(
         self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
-        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`step.prologue`."""
+        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
         return prologue(self._issued, begin, self._kept, lanes, stale, jumps=jumps)
 
@@ -134,63 +124,12 @@ class Cycle:
     def _kept(self) -> tuple[Copy, ...]:
         return resident(self.plan)
 
-    @cached_property
-    def prefetches(self) -> tuple[tuple[int, Prefetch], ...]:
-        """The prefetches of all calls, in the order of issue, each with its call."""
-        return tuple((number, op) for number, op in self._nodes if isinstance(op, Prefetch))
-
-    @cached_property
-    def waits(self) -> tuple[Wait, ...]:
-        """What compute awaits in all calls, in its order."""
-        return tuple(op for _, op in self._nodes if isinstance(op, Wait))
-
-    @property
-    def event_count(self) -> int:
-        """How many events there are; they are numbered from 0."""
-        return self.events.count
-
-    @cached_property
-    def kept_events(self) -> Mapping[str, tuple[int, ...]]:
-        """Weight -> the events that are recorded after its resident chunks have been copied.
-
-        They are those that are awaited and that no prefetch records: each is recorded after the last resident chunks of the
-        weights that are readable then.
-        """
-        recorded = {op.then for _, op in self.prefetches}
-        kept = {w.name: place for place, w in enumerate(self.plan.streamed) if None in w.windows}
-        readable: dict[int, set[str]] = {}
-        for wait in self.waits:
-            if wait.event not in recorded:
-                readable.setdefault(wait.event, set()).update(kept.keys() & set(wait.weights))
-        found: dict[str, tuple[int, ...]] = {}
-        for event, weights in readable.items():
-            if weights:
-                last = max(weights, key=kept.__getitem__)
-                found[last] = *found.get(last, ()), event
-        return found
-
-    @cached_property
-    def _nodes(self) -> tuple[tuple[int, TransferOp], ...]:
-        nodes = (
-            (number, transfer_of(node)) for number, call in enumerate(self.calls) for node in call.module.graph.nodes
-        )
-        return tuple((number, op) for number, op in nodes if op is not None)
-
     def at(self, call: int, program: Program) -> Cycle:
         """The cycle with another program in the place of a call."""
-        return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
-
-
-@dataclass(frozen=True)
-class Border:
-    """What a jump to a call fetches first, besides the resident chunks.
-
-    ``prefetches``: those of the calls before it, in the order in which they would have been issued, after no opening.
-    ``waits``: whether compute then waits for all of it, because a weight was waited for in a call before.
-    """
-
-    prefetches: tuple[Prefetch, ...]
-    waits: bool
+        changed = replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
+        # to read those of the other calls again for each call would take a second for a cycle of many blocks
+        vars(changed)["ops"] = (*self.ops[:call], ops_of(program), *self.ops[call + 1 :])
+        return changed
 
 
 def block_of(weight: str) -> str:
@@ -199,7 +138,7 @@ def block_of(weight: str) -> str:
     return prefix[0] if prefix is not None else ""
 
 
-def join(calls: Sequence[Call]) -> Problem:
+def problem_of(calls: Sequence[Call]) -> Problem:
     """The problem of several calls in their order.  A weight that several calls read is one weight."""
     regions, collectives = list[Region](), list[Collective]()
     weights: dict[str, Weight] = {}
@@ -230,7 +169,7 @@ def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
 
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
     """The programs of ``calls`` under a plan of their joined problem."""
-    problem = join(calls)
+    problem = problem_of(calls)
     plan.check_problem(problem, ends_of(calls))
     cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))
     programs = (rewritten(cycle, number, call, share=share) for number, call in enumerate(calls))
@@ -256,21 +195,3 @@ def prefetches(program: Program) -> Iterator[tuple[Node, Copy]]:
     for node in program.module.graph.nodes:
         if (op := prefetch_of(node)) is not None:
             yield node, op.copy
-
-
-def border(cycle: Cycle, call: int) -> Border:
-    """What a jump to a call fetches first.
-
-    At the border before the call, a chunk is on its way or in use if it was issued, and if a reader of it is still to
-    come: those that the last pass has issued for this one, and those that the calls before it have issued in this pass.
-    """
-    begin, last = cycle.starts[call], {w.name: w.last_use for w in cycle.plan.streamed}
-    before, later = list[Prefetch](), list[Prefetch]()
-    for number, op in cycle.prefetches:
-        needed = last.get(op.copy.weight, -1) >= begin
-        if number >= call and op.copy.next_step and needed:
-            later.append(replace(op, after=None))
-        elif number < call and (op.copy.next_step or needed):
-            before.append(replace(op, after=None))
-    waits = any(w.first_use < begin <= w.last_use for w in cycle.plan.streamed)
-    return Border((*later, *before), waits)

@@ -16,11 +16,12 @@ from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import flow_line
 from chunkflow_compile.passes.kernel_calls import kernel_name, written_by
-from chunkflow_compile.passes.ops import Prefetch, prefetch_of, transfer_of
-from chunkflow_compile.passes.step import Wait
+from chunkflow_compile.passes.names import MOVES
+from chunkflow_compile.passes.ops import transfer_of
+from chunkflow_compile.passes.step import weights_of
 
 from .memory import Memory
-from .rewrite import Program, source_of
+from .rewrite import Program, issued, source_of
 
 
 def check_order(program: Program) -> Iterator[str]:
@@ -50,12 +51,13 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
-    for node in program.module.graph.nodes:
-        for weight in _moved(node):
-            if weight not in moved:
-                yield f"{weight}: {node.name} moves it, but it is not streamed"
-        if (op := prefetch_of(node)) is not None and op.copy.stream != program.plan.lane(op.copy.weight):
-            yield f"{op.copy.weight}: {node.name} copies it in lane {op.copy.stream!r}, but the plan has another"
+    for node, ops in issued(program):
+        for op in ops:
+            for weight in weights_of(op):
+                if weight not in moved:
+                    yield f"{weight}: {node.name} moves it, but it is not streamed"
+                elif op.stream in MOVES and op.stream != program.plan.lane(weight):
+                    yield f"{weight}: {node.name} copies it in lane {op.stream!r}, but the plan has another"
     for node in program.module.graph.nodes:
         if node.op == "placeholder" and node.name in streamed:
             for user in node.users:
@@ -65,19 +67,6 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
         for place in sorted(place for place in uses.writes if place in streamed):
             by = _kernels(program, name)
             yield f"{streamed[place]}: {name}{by} writes it, but its slot is filled from host memory only"
-
-
-def _moved(node: Node) -> tuple[str, ...]:
-    """The weights that a node moves, awaits or evicts."""
-    match transfer_of(node):
-        case None:
-            return ()
-        case Prefetch(copy):
-            return (copy.weight,)
-        case Wait(weights=weights):
-            return weights
-        case evict:
-            return (evict.weight,)
 
 
 def _kernels(program: Program, name: str) -> str:

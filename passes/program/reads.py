@@ -13,14 +13,14 @@ Captured calls copy in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
-from chunkflow_compile.passes.step import Copy
+from chunkflow_compile.passes.step import Copy, Op, copies
 
-from .cycle import Border, Cycle, border
+from .cycle import Cycle
 from .happens_before import HappensBefore
 
 
@@ -38,16 +38,20 @@ class Reads:
         return chain(self.first, *(around for _ in range(count)))
 
 
-def reads_from(cycle: Cycle, call: int, at: Border, drive: Collection[str]) -> Reads:
-    """The reads from a cold start at a call, or a jump to it, on.
-
-    ``at``: what such a start fetches first.  ``drive``: names of the weights on the drive.
-    """
+def reads_from(cycle: Cycle, call: int, drive: Collection[str]) -> Reads:
+    """The reads from a cold start at a call, or a jump to it, on.  ``drive``: names of the weights on the drive."""
     if not drive:
         return Reads((), (), 0)
-    reads = [(number, op.copy) for number, op in cycle.prefetches if op.copy.weight in drive]
-    first = (op.copy for op in at.prefetches if op.copy.weight in drive)
-    return Reads(tuple(first), tuple(op for _, op in reads), sum(number < call for number, _ in reads))
+    calls = [_reads(ops, drive) for ops in cycle.ops]
+    return Reads(
+        first=_reads(cycle.prologue(call, jumps=True), drive),
+        repeated=tuple(chain.from_iterable(calls)),
+        begin=sum(map(len, calls[:call])),
+    )
+
+
+def _reads(ops: Iterable[Op], drive: Collection[str]) -> tuple[Copy, ...]:
+    return tuple(copy for copy in copies(ops) if copy.weight in drive)
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
@@ -62,7 +66,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
         return plan.nbytes(weights[op.weight], op.first, op.end)
 
     for call in range(len(cycle.calls)):
-        reads = reads_from(cycle, call, border(cycle, call), drive)
+        reads = reads_from(cycle, call, drive)
         if call == 0:
             yield from _check_order(reads, order, drive)
         capacity = ring_bytes([nbytes(op) for op in reads.repeated])
@@ -71,8 +75,8 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 def _check_order(reads: Reads, order: HappensBefore, drive: Collection[str]) -> Iterator[str]:
-    copied = [(op.weight, op.chunk) for op in order.ops if op.kind == "chunk" and op.serves is not None]
-    expected = [pair for pair in copied if pair[0] in drive]
+    copied = [each.op for each in order.ops if each.serves is not None]
+    expected = [(op.weight, chunk) for op in _reads(copied, drive) for chunk in range(op.first, op.end)]
     read = [(op.weight, chunk) for op in reads.passes(order.steps) for chunk in range(op.first, op.end)]
     for number, (ours, theirs) in enumerate(zip(read, expected, strict=False)):
         if ours != theirs:

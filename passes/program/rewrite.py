@@ -32,18 +32,7 @@ from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import transfer_of, unfolded, write
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import (
-    Evaluate,
-    Finish,
-    Op,
-    Release,
-    Run,
-    Start,
-    Step,
-    Transfers,
-    order,
-    transfers,
-)
+from chunkflow_compile.passes.step import Evaluate, Finish, Op, Release, Run, Start, Step, Transfers, order, transfers
 
 from .lifetimes import releases
 

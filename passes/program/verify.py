@@ -41,7 +41,7 @@ from .borders import check_borders
 from .collectives import check_collectives
 from .cycle import Cycle
 from .fidelity import check_data_flow, check_operands, check_order, check_readers
-from .happens_before import EAGER, FORMS, Form, HappensBefore, ops_of_call
+from .happens_before import EAGER, FORMS, Form, HappensBefore, issued_by
 from .memory import Memory, program_memory
 from .reads import check_reads
 from .rewrite import Program
@@ -50,8 +50,8 @@ CHECKED_STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
 # the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
-# program names.
-VERSION = 8
+# program names; version 9 the ops of prologues and of captured calls as they are issued.
+VERSION = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def check_turns(order: HappensBefore) -> Iterator[str]:
 
 @dataclass
 class _Life:
-    """The ops of one step on one streamed weight, as indices.  ``chunks``: chunk -> its copies in this step.
+    """The ops of one step on one streamed weight, as indices.  ``chunks``: chunk -> its copies for this step.
 
     ``kept``: resident chunk -> its copies, one per turn.
     """
@@ -210,21 +210,23 @@ def _check_slots(cycle: Cycle) -> Iterator[str]:
 def _lives(order: HappensBefore) -> _Lives:
     steps = range(order.steps + 1)
     lives = {(t, w.name, s): _Life(w, s) for t, p in enumerate(order.turns) for w in p.plan.streamed for s in steps}
-    for i, op in enumerate(order.ops):
-        if op.kind == "chunk" and op.serves is None:
-            for step in steps:
-                lives[op.turn, op.weight, step].kept.setdefault(op.chunk, []).append(i)
-        elif op.kind == "chunk" and op.serves is not None:
-            if life := lives.get((op.turn, op.weight, op.serves)):
-                life.chunks.setdefault(op.chunk, []).append(i)
-        elif op.kind == "evict" and (life := lives.get((op.turn, op.weight, op.step))):
-            life.evicts.append(i)
-        for weight in op.weights:
-            if life := lives.get((op.turn, weight, op.step)):
+    for i, each in enumerate(order.ops):
+        if (copy := each.copy) is not None:
+            for step in steps if each.serves is None else (each.serves,):
+                if life := lives.get((each.turn, copy.weight, step)):
+                    copies = life.kept if each.serves is None else life.chunks
+                    for chunk in range(copy.first, copy.end):
+                        copies.setdefault(chunk, []).append(i)
+            continue
+        for name in each.readable:
+            if life := lives.get((each.turn, name, each.step)):
                 life.waits.append(i)
-        for weight in op.reads:
-            if life := lives.get((op.turn, weight, op.step)):
+        for name in each.reads:
+            if life := lives.get((each.turn, name, each.step)):
                 life.reads.append(i)
+        for name in each.evicts:
+            if life := lives.get((each.turn, name, each.step)):
+                life.evicts.append(i)
     return lives
 
 
@@ -244,28 +246,14 @@ def _check_place(
     # values differ where other sizes are inputs of regions; check_collectives has proved those of the program.
     before, after = (
         [
-            (
-                op.kind,
-                op.weight,
-                op.chunk,
-                op.serves,
-                op.weights,
-                op.awaits,
-                op.records,
-                streamed.intersection(op.reads),
-                op.kind in _WINDOWED and op.label,
-            )
-            for op in ops_of_call(placed)
-            if op.kind not in ("other", "release") or op.reads
+            (each.planned and each.op, streamed.intersection(each.reads))
+            for each in issued_by(placed)
+            if each.reads or each.planned
         ]
         for placed in (cycle.calls[call], program)
     )
     if before != after or program.plan is not cycle.plan:
         yield f"call {call}: the program does not move or read the weights of the cycle there"
-
-
-# Kinds of ops whose label has the window.
-_WINDOWED = frozenset(("open", "chunk"))
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
@@ -279,14 +267,18 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
             yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
     if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
         yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
-    copies = [i for indices in (*life.kept.values(), *life.chunks.values()) for i in indices]
+    # of the chunks of one copy, the first stands for all
+    copies: dict[int, int] = {}
+    for chunk, indices in (*life.kept.items(), *life.chunks.items()):
+        for i in indices:
+            copies.setdefault(i, chunk)
     for read in life.reads:
         waits = [w for w in life.waits if order.ordered(w, read)]
-        for chunk in copies:
-            if not any(order.ordered(chunk, w) for w in waits):
+        for copy, chunk in copies.items():
+            if not any(order.ordered(copy, w) for w in waits):
                 yield (
-                    f"{name}: {ops[read]} may read before {ops[chunk]} has arrived; missing edge: "
-                    f"{ops[chunk].label} -> wait({name!r}) -> {ops[read].label}"
+                    f"{name}: {ops[read]} may read before {ops[copy].text(chunk)} has arrived; missing edge: "
+                    f"{ops[copy].of_chunk(chunk)} -> wait({name!r}) -> {ops[read].label}"
                 )
                 break
     if len(life.evicts) != 1:
@@ -358,8 +350,10 @@ def _check_pair(order: HappensBefore, lives: _Lives, byte: int, first: _Stay, th
     ends = [end for s in steps for life in (lives[first.turn, first.name, s],) for end in (*life.reads, *life.evicts)]
     for end in (*ends, first.start):
         if not order.ordered(end, then.start):
+            chunk = first.chunk if end == first.start else None
+            ended = ops[end].label if chunk is None else ops[end].of_chunk(chunk)
             yield (
-                f"{then.name}: {ops[then.start]} overwrites the slot of {first.name} at byte {byte} while {ops[end]} "
-                f"may still use it; missing edge: {ops[end].label} -> {ops[then.start].label}"
+                f"{then.name}: {ops[then.start].text(then.chunk)} overwrites the slot of {first.name} at byte {byte} while "
+                f"{ops[end].text(chunk)} may still use it; missing edge: {ended} -> {ops[then.start].of_chunk(then.chunk)}"
             )
             return

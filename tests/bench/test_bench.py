@@ -37,6 +37,7 @@ from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions
 from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
@@ -104,14 +105,14 @@ def test_shares_of_blocks() -> None:
 
 def test_a_prefix_keeps_the_first_blocks_that_the_budget_holds() -> None:
     found = blocks_problem(8)
-    layerwise = place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise")
+    layerwise = place(found, MACHINE, Goal(policy="layerwise"), chunk_bytes=CHUNK)
     moved, per_block = [], block_bytes(found)
     for kept in range(4):
         memory = layerwise.device_bytes + kept * per_block
-        plan = place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise-prefix", memory=memory)
+        plan = place(found, MACHINE, Goal(policy="layerwise-prefix", memory=memory), chunk_bytes=CHUNK)
         assert plan.device_bytes <= memory
         moved.append(plan.moved_bytes)
-        ours = place(found, MACHINE, chunk_bytes=CHUNK, memory=memory)
+        ours = place(found, MACHINE, Goal(memory=memory), chunk_bytes=CHUNK)
         assert ours.predicted is not None and plan.predicted is not None
         assert ours.predicted.step_s <= plan.predicted.step_s * 1.001
     assert moved[0] == layerwise.moved_bytes and moved == sorted(moved, reverse=True) and moved[3] < moved[0]

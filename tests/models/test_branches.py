@@ -19,6 +19,7 @@ from chunkflow_compile.catalog.branches import exchange_branches
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
@@ -47,7 +48,7 @@ def test_a_plan_has_the_exchange_after_the_collectives_of_ulysses() -> None:
     assert groups[-1] not in groups[:-1]
 
     machine = Options(**OPTIONS).profile()
-    goal: dict[str, Any] = {"chunk_bytes": 4096, "memory": 3 * problem.total_bytes // 5, "yields": "hard"}
+    goal = {"goal": Goal(memory=3 * problem.total_bytes // 5, yields="hard"), "chunk_bytes": 4096}
     plan, without = place(problem, machine, **goal), place(before, machine, **goal)
     assert plan.predicted is not None and without.predicted is not None
     verify(rewrite(cut, plan))
@@ -83,7 +84,7 @@ def split() -> tuple[nn.Module, dict[str, Any]]:
 def test_a_plan_made_without_weights_runs_on_two_groups_of_two(tmp_path: Path, on_ranks: Callable[..., None]) -> None:
     traced = trace_without_weights(split, 2, OPTIONS["min_bytes"], cfg_parallel=2)
     options = Options(**OPTIONS)
-    plan = place(make_cut(traced).problem, options.profile(), chunk_bytes=options.chunk_bytes, memory=24 << 10)
+    plan = place(make_cut(traced).problem, options.profile(), Goal(memory=24 << 10), chunk_bytes=options.chunk_bytes)
     (tmp_path / "plan.json").write_text(plan.to_json())
     on_ranks(two_by_two, str(tmp_path / "plan.json"), world=4)
 

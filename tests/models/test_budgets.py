@@ -24,6 +24,7 @@ from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot
 from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.runtime.arena import Arena
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +49,13 @@ def shared() -> Iterator[tuple[Any, Budget]]:
 def test_a_result_is_returned_though_it_took_too_much(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The decoder's call succeeded: the video is there.  That it took too much is said once, and once more if it grows."""
     pipe, budget = shared
-    allocator, goal = Allocator(budget), budget.phase_of(pipe.vae).goal
+    allocator, goal = Allocator(budget), budget.phase_of(pipe.vae).budget
     for activations, told in ((8 << 20, 1), (8 << 20, 1), (9 << 20, 2), (1000, 2)):
         allocator.sizes = {"vae": activations}
         assert torch.equal(WAN.generate(pipe), expected("wan"))
         said = "A call of vae took more than the budget: memory=4.0 MiB is too little for vae (AutoencoderKLWan): its"
         assert caplog.text.count(said) == told
-        assert budget.phase_of(pipe.vae).goal == goal, "a smaller call may fit"
+        assert budget.phase_of(pipe.vae).budget == goal, "a smaller call may fit"
     small = torch.randn(1, pipe.vae.config.z_dim, 1, 2, 2)
     assert torch.equal(pipe.vae.decode(small)[0], plain("wan").vae.decode(small)[0])
 
@@ -65,13 +66,29 @@ def test_a_goal_that_falls_is_planned_at_once(shared: Any) -> None:
     phase, little = budget.phase_of(pipe.transformer), budget.total // 200
     Allocator(budget, transformer=1000 + little)
     WAN.generate(pipe)
-    goal = phase.goal
+    goal = phase.budget
     assert goal == budget.usable - phase.activations + phase.kept
     assert phase.activations == 1000 + little + sum(p.kept for p in budget.phases)
     budget.total += little
     WAN.generate(pipe)
-    assert phase.goal == goal
+    assert phase.budget == goal
     budget.total -= little
+
+
+def test_a_shared_arena_takes_what_the_budgets_of_its_phases_allow() -> None:
+    budget, arena = Budget(torch.device("cpu"), 1 << 20), Arena()
+    layers = [torch.nn.Linear(size, size, bias=False) for size in (4, 8)]
+    first, second = (Phase(f"part{i}", layer, arena, budget.forget) for i, layer in enumerate(layers))
+    for phase in (first, second):
+        budget.add(phase, ())
+    assert budget.most_bytes(arena) is None, "none is planned"
+    second.plan_for(1000)
+    assert second.kept == 8 * 8 * 4 and budget.most_bytes(arena) == 1000 - second.kept
+    first.plan_for(2000)
+    assert budget.most_bytes(arena) == 2000 - first.kept
+    assert budget.most_bytes(Arena()) is None
+    budget.forget(first)
+    assert budget.most_bytes(arena) is None, "the other has the arena alone"
 
 
 def test_other_phases_give_way_to_an_arena_that_grows(shared: Any) -> None:
@@ -80,14 +97,14 @@ def test_other_phases_give_way_to_an_arena_that_grows(shared: Any) -> None:
     Allocator(budget)
     phase = budget.phase_of(pipe.transformer)
     others = budget._held_by_others(phase)
-    assert phase.streamed < phase.goal - phase.kept and others > 0
-    size, seen = phase.goal - phase.kept - others // 2, list[int]()
+    assert phase.streamed < phase.budget - phase.kept and others > 0
+    size, seen = phase.budget - phase.kept - others // 2, list[int]()
     phase.arena.reserve(size)
     assert budget._held_by_others(phase) == others, "outside of its calls, none gives way"
     held = phase.arena.held
-    budget._set_goal(phase, held + phase.kept)
+    budget._set_budget(phase, held + phase.kept)
     assert phase.arena.held == held, "it has room within the new goal"
-    budget._set_goal(phase, held + phase.kept - 1)
+    budget._set_budget(phase, held + phase.kept - 1)
     assert phase.arena.held == 0
 
     @torch.compiler.disable
@@ -250,7 +267,7 @@ class Pressed(Allocator):
             assert torch.equal(WAN.generate(self.pipe), expected("wan"))
             if self.held > least:
                 return
-        raise AssertionError(f"{self.phase.name} holds {self.held}, with the goal {self.phase.goal}")
+        raise AssertionError(f"{self.phase.name} holds {self.held}, with the budget {self.phase.budget}")
 
 
 @pytest.fixture
@@ -261,19 +278,19 @@ def pressed(applied: Applied) -> Pressed:
 def test_a_failure_that_passes_does_not_cost_residency_for_good(pressed: Pressed) -> None:
     pipe, phase = pressed.pipe, pressed.phase
     pressed.settle()
-    full, goal = pressed.held, phase.goal
+    full, goal = pressed.held, phase.budget
     pressed.room = 3 * full // 4
     assert torch.equal(WAN.generate(pipe), expected("wan"))
     assert pressed.failed == phase.retries == 1 and pressed.held <= full // 2
     pressed.room = None
     assert torch.equal(WAN.generate(pipe), expected("wan"))
-    assert phase.goal == goal, "in the next generation it is planned for what the activations leave"
+    assert phase.budget == goal, "in the next generation it is planned for what the activations leave"
     pressed.settle(full - 1)
-    assert phase.goal == goal and pressed.held == full
+    assert phase.budget == goal and pressed.held == full
     assert phase.retries == 1
     with pytest.raises(ChunkflowError, match=r"too little for transformer"):
-        pressed.budget._set_goal(phase, phase.kept + 1)
-    assert phase.goal == goal, "a plan that is refused is no goal"
+        pressed.budget._set_budget(phase, phase.kept + 1)
+    assert phase.budget == goal, "a plan that is refused is no goal"
     assert torch.equal(WAN.generate(pipe), expected("wan"))
 
 
@@ -340,7 +357,7 @@ def test_what_the_allocator_keeps_counts_against_the_budget(applied: Applied) ->
         assert 300_000 < allocator.most <= budget.total
         if seed == 2:
             budget.total = 1 << 30
-    assert all(p.calls > 1 and p.goal is not None for p in budget.phases)
+    assert all(p.calls > 1 and p.budget is not None for p in budget.phases)
     assert sum(m.moved_bytes for p in programs(pipe.transformer) for m in p.measurements) > 0
     assert trimmed[0] >= 3, "before the first call of each phase, whose needs are not known"
     assert trimmed[1] < trimmed[2] and trimmed[3] == trimmed[4]

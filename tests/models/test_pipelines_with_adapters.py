@@ -115,7 +115,7 @@ def check_both_stay(found: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
     found.pipe.controlnet.register_forward_pre_hook(lambda *_: steps.append((*found.primed(),)))
     for seed in range(3):
         found.check(seed)
-    before = control.goal, transformer.goal
+    before = control.budget, transformer.budget
     steps.clear()
     free = budget._vacate
 
@@ -129,7 +129,7 @@ def check_both_stay(found: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(steps) == 5 and {*steps[2:]} == {steps[2]}, "only the first step is cold"
     assert len(most) == 40 and max(most) <= budget.usable
     assert count["controlnet"] + count["transformer"] <= 2, "for the encoders and the decoder"
-    assert before == (control.goal, transformer.goal)
+    assert before == (control.budget, transformer.budget)
     (cycle,) = cycles(found.pipe.transformer)
     figures = {p.name: p for p in budget.figures().phases}
     predicted = [figures[name].predicted_s for name in ("controlnet", "transformer")]
@@ -139,7 +139,7 @@ def check_both_stay(found: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_out_of_memory(found: Controlled) -> None:
     """The call runs again on a smaller plan of both, and the next generation has the whole budget."""
     control, transformer = found.control, found.transformer
-    on_device, fails, before = list[int](), [True], min(control.goal, transformer.goal)
+    on_device, fails, before = list[int](), [True], min(control.budget, transformer.budget)
 
     def check(*_: Any) -> None:
         on_device.append(transformer.arena.held)
@@ -152,9 +152,9 @@ def check_out_of_memory(found: Controlled) -> None:
     hook.remove()
     assert max(on_device[1:]) <= 3 * on_device[0] // 4, "the larger of two shares, in which a cycle of both fits"
     assert (transformer.retries, control.retries) == (1, 0)
-    assert control.goal == transformer.goal < before
+    assert control.budget == transformer.budget < before
     found.check(5)
-    assert min(control.goal, transformer.goal) > on_device[0]
+    assert min(control.budget, transformer.budget) > on_device[0]
     assert "controlnet: shares memory on the device with" in str(explain(found.pipe, details=True))
 
 
@@ -173,7 +173,7 @@ def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:
     assert budget.phase_of(other.transformer) is transformer
     for seed in range(2):
         assert torch.equal(FLUX.generate(other, seed), expected("flux", seed))
-    assert transformer.goal == budget.usable - transformer.activations + transformer.kept
+    assert transformer.budget == budget.usable - transformer.activations + transformer.kept
     remove(found.pipe)
     assert found.control not in budget.phases and budget.most_bytes(transformer.arena) is None, "it has the arena alone"
     assert torch.equal(FLUX.generate(other, 2), expected("flux", 2))

@@ -24,6 +24,7 @@ from chunkflow_compile.cli.main import main
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement.place import place
@@ -220,7 +221,7 @@ def test_flux_has_as_few_regions_as_its_plans_need() -> None:
     source, machine = PRESETS["flux.1-dev"].trace(1), load_profile("h100-pcie-x2")
     finest = make_cut(source)
     for share, most in ((1.0, 60), (0.82, 60), (0.06, 140)):
-        settings = Settings(hardware=machine, memory=int(share * finest.problem.total_bytes))
+        settings = Settings(hardware=machine, goal=Goal(memory=int(share * finest.problem.total_bytes)))
         cut = choose_cut(source, settings)
         steps = [make_plan(problem, settings).predicted.step_s for problem in (finest.problem, cut.problem)]
         assert len(cut.regions) <= most and steps[1] <= 1.005 * steps[0], (share, len(cut.regions), steps)

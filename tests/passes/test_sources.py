@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from problems import CHUNK, MACHINE, problem, weight
 
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import Moves
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
@@ -43,6 +44,6 @@ def test_digests_and_stored_plans_do_not_know_the_class() -> None:
     machine = replace(
         MACHINE, peer_bandwidth=2e6 * CHUNK, collective_bandwidth=4e6 * CHUNK, drive_bandwidth=1e6 * CHUNK
     )
-    plan = place(found, machine, policy="layerwise", chunk_bytes=CHUNK)
+    plan = place(found, machine, Goal(policy="layerwise"), chunk_bytes=CHUNK)
     assert plan.digest == "48aa7ca7f163612e"
     assert Plan.from_json(plan.to_json()) == plan and [w.source for w in plan.weights] == [HOST] * 3 + [Source(ranks=2)]

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import CHUNK, problem, small_problems, weight
 from torch.fx import Graph
 
+from chunkflow_compile.passes.forms import joined
 from chunkflow_compile.passes.ops import folded, transfer_of, unfolded, write
 from chunkflow_compile.passes.placement.policies import next_block_barriers
 from chunkflow_compile.passes.placement.search import barriers
 from chunkflow_compile.passes.plan import Barrier, Windows
 from chunkflow_compile.passes.problem import Problem, Source
-from chunkflow_compile.passes.step import (
-    Copy,
-    Evict,
-    Finish,
-    Op,
-    Record,
-    Run,
-    Scheduler,
-    Start,
-    Step,
-    Wait,
-    joined,
-    transfers,
-)
+from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Record, Run, Scheduler, Start, Step, Wait, transfers
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -207,3 +200,33 @@ def test_a_small_step() -> None:
         Wait("compute", 5),
         Wait("compute", 6),
     )
+
+
+def test_few_files_look_at_the_class_of_an_op() -> None:
+    """So a new op is known in few places: where it is listed as a node, played, proved, issued and printed."""
+    classes = {op.__name__ for op in get_args(Op)}
+
+    def looks(node: ast.AST) -> bool:
+        if isinstance(node, ast.MatchClass):
+            return getattr(node.cls, "id", "") in classes
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("isinstance", "issubclass", "type"):
+            return False
+        return any(getattr(name, "id", "") in classes for name in ast.walk(node))
+
+    found = set[str]()
+    for folder in (ROOT / "passes", ROOT / "chunkflow_compile"):
+        for file in (f for f in folder.rglob("*.py") if "passes" not in f.relative_to(ROOT).parts[1:]):
+            text = file.read_text()
+            if "step import" in text and any(map(looks, ast.walk(ast.parse(text)))):
+                found.add(file.relative_to(ROOT).as_posix())
+    assert found | {"passes/step.py"} == {
+        "passes/step.py",
+        "passes/forms.py",
+        "passes/ops.py",
+        "passes/placement/timeline.py",
+        "passes/program/happens_before.py",
+        "chunkflow_compile/report/lines.py",
+        "chunkflow_compile/runtime/instructions.py",
+        "chunkflow_compile/simulate/group_offload.py",
+        "chunkflow_compile/simulate/sharded.py",
+    }

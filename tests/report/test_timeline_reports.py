@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from conftest import HERE
+from helpers import with_goal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import CHUNK, MACHINE, blocks_problem, machines, problem, small_problems, weight
 
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import POLICIES
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
@@ -39,7 +41,7 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
         goal["memory"] = least_memory(found, machine, CHUNK) + draw(st.integers(0, 4)) * CHUNK
     elif policy == "layerwise-prefix":
         goal["memory"] = 2 * found.total_bytes
-    return found, place(found, machine, chunk_bytes=CHUNK, **goal)
+    return found, place(found, machine, **with_goal(chunk_bytes=CHUNK, **goal))
 
 
 @settings(max_examples=150)
@@ -95,7 +97,7 @@ def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
 def test_the_svg_shows_every_region_collective_and_weight_of_a_block(tmp_path: Path) -> None:
     """Of four, planned with a stall, a partly resident weight, and copies that wrap around the step."""
     found = blocks_problem(4)
-    plan = place(found, MACHINE, chunk_bytes=CHUNK, memory=12 * CHUNK)
+    plan = place(found, MACHINE, Goal(memory=12 * CHUNK), chunk_bytes=CHUNK)
     lanes = lanes_of(plan)
     picture = tmp_path / "step.svg"
     draw_timeline(lanes, "four blocks", picture, block="blocks.2")
@@ -124,7 +126,7 @@ def texts(picture: Path) -> list[str]:
 
 def test_a_stall_is_drawn_where_the_region_waits() -> None:
     found = problem([2, 1, 2], [weight(0, 8 * CHUNK, (1,)), weight(1, CHUNK, (2,))])
-    plan = place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise")
+    plan = place(found, MACHINE, Goal(policy="layerwise"), chunk_bytes=CHUNK)
     lanes = lanes_of(plan)
     waits = {s.before: s for s in lanes.stalls}
     slow = next(w for w in plan.weights if (w.slack_s or 0.0) < 0)

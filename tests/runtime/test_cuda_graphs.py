@@ -21,12 +21,12 @@ from torch import nn
 from chunkflow_compile import cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import MOST_GRAPHS, PASSES, CaptureLog
 from chunkflow_compile.runtime.device_base import FIRST_STEPS
-from chunkflow_compile.runtime.recorder import Recorder
 
 EAGER = {**OPTIONS, "lowering": "eager", "cudagraphs": True}
 
@@ -90,7 +90,13 @@ def in_turns(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
 
 
 def without_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instructions, "_wait", lambda on, arrival, window, step: None)
+    wait = instructions._wait
+
+    def no_arrivals(target: Any, event: Any, window: int | None, step: Any) -> None:
+        if window is None:
+            wait(target, event, window, step)
+
+    monkeypatch.setattr(instructions, "_wait", no_arrivals)
 
 
 def without_tails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +115,7 @@ def test_without_one_kind_of_event_numbers_are_wrong(
 
 
 def test_a_recording_that_fails_is_said_and_the_call_goes_on(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "join", lambda self: self.copy.end() and None)
+    monkeypatch.setattr(CallEvents, "join", lambda self, lanes: ())
     model, twin, run = compiled(FakeCuda(), hardware=WRAPS)
     sized(model, twin, run, [16], PASSES + 3)
     log = log_of(model)

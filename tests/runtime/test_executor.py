@@ -18,6 +18,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.frontend import trace as tracing
+from chunkflow_compile.passes.program.rewrite import issued
 from chunkflow_compile.runtime.instructions import instructions
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent
@@ -52,7 +53,7 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     _, _, run, runner = streaming()
     alive: list[int] = []
     executor = runner.executor
-    regions = executor.regions
+    target = executor.target
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def spy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,8 +65,8 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
 
         return call
 
-    executor.regions = {n: spy(f) for n, f in regions.items()}
-    executor.instructions = list(instructions(executor))
+    target.regions = {n: spy(f) for n, f in target.regions.items()}
+    executor.instructions = instructions(target, executor.cycle.ops[0], issued(executor.program))
     run(torch.randn(4, 8))
     assert max(alive) <= 2, "a region's input and output, and no older activation"
 

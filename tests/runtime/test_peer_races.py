@@ -21,12 +21,12 @@ from random_programs import Choices, Layer, PeersBench, Spec, choices, examples,
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes import pieces as geometry
+from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.passes.ops import WAIT
 from chunkflow_compile.passes.plan import Plan, runs
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import check, verify, verify_together
-from chunkflow_compile.runtime.device_base import Device
 from chunkflow_compile.weights.pieces import Pieces
 
 STEPS = 3
@@ -111,7 +111,7 @@ def test_programs_that_take_turns_in_one_arena(record_property: Callable[[str, o
 
 def test_without_the_wait_for_both_lanes_they_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one program has in flight in a lane arrives over what the next has copied in the other."""
-    monkeypatch.setattr(Device, "await_lanes", lambda self, events: None)
+    monkeypatch.setattr(CallEvents, "join", lambda self, lanes: ())
     shown: Counter[str] = Counter()
 
     @examples(220, 6)

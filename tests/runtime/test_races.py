@@ -131,13 +131,18 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
     record_property("counts", f"{mutation.__name__}: {listed(count)}")
 
 
+def named(executor: Executor) -> list[Any]:
+    """The events that the program names."""
+    return executor.state.events[: executor.cycle.events.handover]
+
+
 # The stream that waits for each kind of event, and which event it is.
 EVENTS: dict[str, tuple[str, Callable[[Executor, object], bool]]] = {
-    "openings": ("copy", lambda executor, event: any(event is opening for opening in executor.state.events)),
-    "arrivals": ("compute", lambda executor, event: any(event is arrival for arrival in executor.state.events)),
+    "openings": ("copy", lambda executor, event: any(event is opening for opening in named(executor))),
+    "arrivals": ("compute", lambda executor, event: any(event is arrival for arrival in named(executor))),
     "starts of collectives": ("collective", lambda executor, event: True),
-    "ends of collectives": ("compute", lambda executor, event: event is executor.ended),
-    "handovers": ("copy", lambda executor, event: event is executor.handover),
+    "ends of collectives": ("compute", lambda executor, event: event is executor.target.ended),
+    "handovers": ("copy", lambda executor, event: event is executor.state.events[executor.cycle.events.handover]),
 }
 
 
@@ -179,8 +184,10 @@ def test_verify_names_the_conflict_of_two_programs_without_a_handover() -> None:
         found = Bench(spec)
         order = HappensBefore((found.program(one), found.program(other)), 1)
         assert not list(check_turns(order))
-        events = [(u, v) for u, v, kind in order.graph.edges(data="event") if kind == "handover" and order.ops[u].turn]
-        order.graph.remove_edges_from(events)
+        (begins,) = (i for i, each in enumerate(order.ops) if each.turn and each.label == "handover")
+        waits = [i for i in order.graph.successors(begins) if order.ops[i].stream != "compute"]
+        assert waits
+        order.graph.remove_edges_from([(begins, i) for i in waits])
         order._clocks = order._count()
         shown.extend(check_turns(order))
 
@@ -218,7 +225,9 @@ def test_verify_names_the_conflict_of_a_collective_without_its_event(event: str,
         program = Bench(replace(spec, layers=(*spec.layers, Layer(20, False, True, True)))).program(chosen)
         order, memory = HappensBefore((program,), 1), program_memory(program)
         assert not list(check_collectives(program, memory, order))
-        order.graph.remove_edges_from([(u, v) for u, v, kind in order.graph.edges(data="event") if kind == event])
+        beside = [i for i, each in enumerate(order.ops) if each.stream == "collective"]
+        edges = order.graph.in_edges(beside) if event == "start" else order.graph.out_edges(beside)
+        order.graph.remove_edges_from([*edges])
         order._clocks = order._count()
         shown.extend(check_collectives(program, memory, order))
 

@@ -16,10 +16,11 @@ from torch import nn
 
 from chunkflow_compile import Arena, compile, enable_adapters, offload, programs, replan, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
+from chunkflow_compile.passes.forms import CallEvents
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import PASSES, CaptureLog
-from chunkflow_compile.runtime.recorder import Recorder, _Lane
+from chunkflow_compile.runtime.recorder import _Lane
 
 from . import control
 from .test_findings import placed
@@ -76,21 +77,24 @@ def _equal(models: Any, mutate: Callable[[], None]) -> list[bool]:
 
 
 def without_openings(patch: pytest.MonkeyPatch) -> None:
-    wait = _Lane.wait
+    wait, begun = _Lane.wait, set[_Lane]()
 
     def first(self: Any, event: Any, waited: Any = None) -> None:
-        if not self._later and not self._forked:  # the stream of a capture begins with one
+        if type(self) is not _Lane or self not in begun:  # the stream of a capture begins with one
+            begun.add(self)
             wait(self, event)
 
     patch.setattr(_Lane, "wait", first)
 
 
 def without_arrivals(patch: pytest.MonkeyPatch) -> None:
-    def record_only(on: Any, arrival: Any, window: int, step: Any) -> None:
-        if isinstance(on.device, Recorder):
-            on.device.copy.flush(arrival)
+    wait = instructions._wait
 
-    patch.setattr(instructions, "_wait", record_only)
+    def no_arrivals(target: Any, event: Any, window: int | None, step: Any) -> None:
+        if window is None:
+            wait(target, event, window, step)
+
+    patch.setattr(instructions, "_wait", no_arrivals)
 
 
 def without_tails(patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +118,7 @@ def test_without_one_kind_of_event_numbers_are_wrong(
 
 
 def test_without_a_join_there_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "join", lambda self: self.copy.end() and None)
+    monkeypatch.setattr(CallEvents, "join", lambda self, lanes: ())
     model, run, twin = placed(6, cudagraphs=True)
     for _ in range(PASSES + 2):
         x = torch.randn(16, 8, device="cuda")

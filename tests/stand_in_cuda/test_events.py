@@ -32,11 +32,11 @@ def _skip(executor: Executor, *skipped: Any) -> None:
 
 
 def without_openings(executor: Executor) -> None:
-    _skip(executor, *executor.state.events)
+    _skip(executor, *executor.state.events[: executor.cycle.events.handover])
 
 
 def without_handovers(executor: Executor) -> None:
-    _skip(executor, executor.handover)
+    _skip(executor, executor.state.events[executor.cycle.events.handover])
 
 
 def without_the_callers_other_stream(executor: Executor) -> None:

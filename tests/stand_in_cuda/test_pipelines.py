@@ -54,9 +54,9 @@ def test_the_memory_of_each_phase(name: str) -> None:
         assert max(found, budget.most) <= less, "activations and weights together, in each phase"
     assert all(p.activations for p in budget.figures().phases)
     for phase in budget.phases:
-        assert phase.activations > 0 and phase.goal is not None
-        assert all(p.plan.device_bytes <= phase.goal for p in programs(phase.root))
-    planned = [(c.cycle.plan, p.goal) for p in budget.phases for c in cycles(p.root)]
+        assert phase.activations > 0 and phase.budget is not None
+        assert all(p.plan.device_bytes <= phase.budget for p in programs(phase.root))
+    planned = [(c.cycle.plan, p.budget) for p in budget.phases for c in cycles(p.root)]
     assert all(plan.device_bytes <= goal for plan, goal in planned)
     remove(pipe)
     torch.cuda.synchronize()

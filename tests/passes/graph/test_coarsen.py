@@ -17,14 +17,15 @@ from torch import nn
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, joined, repeated, streamed_bytes
+from chunkflow_compile.passes.goal import Goal
+from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, merged, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement import coarsest
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.program.cycle import Call, join
+from chunkflow_compile.passes.program.cycle import Call, problem_of
 
 WIDTH, LAYERS, BLOCKS = 64, 6, 4
 WEIGHT = 4 * WIDTH * WIDTH
@@ -96,8 +97,8 @@ def test_a_joined_problem_is_that_of_the_coarser_cut() -> None:
     of_one = Call(fine, {w.name: w.name for w in fine.problem.weights}, {})
     for most, of_block in ((None, [2, 4]), (3 * WEIGHT, [2, 2, 2]), (WEIGHT, [1] * LAYERS)):
         groups = grouped(fine, most)
-        coarse, problem = cut(source, fine.discovery, 1, groups=groups), joined(fine.problem, groups)
-        forms = fine.problem, coarse.problem, problem, problem.in_blocks, repeated(problem, 2), join([of_one])
+        coarse, problem = cut(source, fine.discovery, 1, groups=groups), merged(fine.problem, groups)
+        forms = fine.problem, coarse.problem, problem, problem.in_blocks, repeated(problem, 2), problem_of([of_one])
         assert {form.ranks for form in forms} == {2}
         assert problem.digest == coarse.problem.digest and problem.structure == coarse.problem.structure
         assert sum(r.cost.kernels for r in coarse.problem.regions) <= sum(r.cost.kernels for r in problem.regions)
@@ -107,7 +108,9 @@ def test_a_joined_problem_is_that_of_the_coarser_cut() -> None:
 
 def chosen(traced: Traced, share: float, **settings: object) -> Cut:
     total = BLOCKS * LAYERS * WEIGHT
-    return choose_cut(traced, Settings(hardware=SLOW, chunk_bytes=4096, memory=int(share * total), **settings))
+    return choose_cut(
+        traced, Settings(hardware=SLOW, chunk_bytes=4096, goal=Goal(memory=int(share * total)), **settings)
+    )
 
 
 def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
@@ -116,7 +119,7 @@ def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
     counts = [len(chosen(traced, share).regions) for share in (0.9, 0.5, 0.3, 0.2, 0.1)]
     assert counts == sorted(counts) and counts[-1] == len(fine.regions) == BLOCKS * LAYERS, counts
     for share in (0.9, 0.5, 0.3, 0.2, 0.1):
-        settings = Settings(hardware=SLOW, chunk_bytes=4096, memory=int(share * BLOCKS * LAYERS * WEIGHT))
+        settings = Settings(hardware=SLOW, chunk_bytes=4096, goal=Goal(memory=int(share * BLOCKS * LAYERS * WEIGHT)))
         best, plan = make_plan(fine.problem, settings), make_plan(chosen(traced, share).problem, settings)
         assert plan.predicted.step_s <= coarsest.AS_GOOD * best.predicted.step_s
     assert len(chosen(traced, 1.1, group_bytes=2 * WEIGHT).regions) == BLOCKS * LAYERS // 2, "as the user says"
@@ -128,8 +131,8 @@ def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
 def test_a_plan_is_run_on_the_cut_that_it_is_for(traced: Traced, fine: Cut) -> None:
     """Also measured times, and the placement of a program at another size."""
     for groups in (*coarsest.candidates(fine), apart(fine)):
-        problem = joined(fine.problem, groups)
-        plan = make_plan(problem, Settings(hardware=SLOW, chunk_bytes=4096, slowdown=2.0))
+        problem = merged(fine.problem, groups)
+        plan = make_plan(problem, Settings(hardware=SLOW, chunk_bytes=4096, goal=Goal(slowdown=2.0)))
         assert len(chosen(traced, 1.1, plan=plan).regions) == len(groups)
         assert len(chosen(traced, 1.1, likes=((problem, plan),)).regions) == len(groups)
 
@@ -140,7 +143,7 @@ def test_a_part_is_judged_with_those_of_its_kind(traced: Traced) -> None:
     total = BLOCKS * LAYERS * WEIGHT
     counts = []
     for share in (1.1, 0.3, 0.1):
-        repeats = Repeats(count=BLOCKS, memory=int(share * total))
+        repeats = Repeats(count=BLOCKS, goal=Goal(memory=int(share * total)))
         part = choose_cut(replace(block, repeats=repeats), Settings(hardware=SLOW, chunk_bytes=4096, part=True))
         counts.append(len(part.regions))
     assert counts[0] == 1 and counts[-1] == LAYERS and counts == sorted(counts), counts
@@ -148,12 +151,12 @@ def test_a_part_is_judged_with_those_of_its_kind(traced: Traced) -> None:
     assert len(joined_part.regions) == LAYERS
     asked: list[tuple[int, ...]] = []
 
-    def no_plan(problem: Problem, *, memory: int | None, ends: Sequence[int] | None = None) -> Plan:
+    def no_plan(problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan:
         asked.append((len(problem.regions), *(ends or ())))
         raise ChunkflowError("too little")
 
     finest = make_cut(block, WEIGHT)
-    coarsest.coarsest(finest, True, coarsest.judged(finest.problem, repeats, None, no_plan))
+    coarsest.coarsest(finest, True, coarsest.judged(finest.problem, repeats, Goal(), no_plan))
     calls = range(1, BLOCKS + 1)
     assert asked == [(BLOCKS * LAYERS, *(LAYERS * call for call in calls))], (
         "each block is a call, which ends by itself"

@@ -24,6 +24,7 @@ from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.memory import program_memory
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify
+from chunkflow_compile.passes.step import Finish
 
 X = torch.randn(4, 32)
 
@@ -62,8 +63,8 @@ def test_a_declared_one_is_a_collective() -> None:
         assert program.plan.moved_bytes
         verify(program)
         order = HappensBefore((program,), 1)
-        ends = [op for op in order.ops if op.kind == "completion"]
-        assert [op.label for op in ends] == [f"completion of {c.name}" for c in mine]
+        ends = [each for each in order.ops if isinstance(each.op, Finish)]
+        assert [each.label for each in ends] == [f"completion of {c.name}" for c in mine]
         broken = mutations.release_before_the_reader(program, random.Random(0))
         assert broken is not None and list(check_collectives(broken, program_memory(broken)))
 

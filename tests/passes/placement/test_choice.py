@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Block, InTurn
+from helpers import Block, InTurn, aimed, with_goal
 from torch import nn
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
@@ -48,13 +49,14 @@ def machine(cut: Cut, load: float) -> Hardware:
 
 def settings(cut: Cut, load: float, **other: object) -> Settings:
     memory = round(0.6 * cut.problem.total_bytes)
-    return Settings(hardware=machine(cut, load), **{"memory": memory, "chunk_bytes": 16384, "group_bytes": 1, **other})
+    given = {"memory": memory, "chunk_bytes": 16384, "group_bytes": 1, **other}
+    return Settings(hardware=machine(cut, load), **with_goal(**given))
 
 
 def steps(cut: Cut, load: float) -> dict[str, float]:
     """The predicted step with no weight, all, and those of the choice packed."""
     names, goal = packable(cut), settings(cut, load)
-    best = choose_cut(cut.traced, replace(goal, pack="auto"))
+    best = choose_cut(cut.traced, aimed(goal, pack="auto"))
     cuts = {"none": cut, "all": packed(cut, names), "chosen": best}
     return {form: make_plan(c.problem, goal).predicted.step_s for form, c in cuts.items()}
 
@@ -87,7 +89,7 @@ def test_a_plan_says_what_it_is_for(traced: Traced) -> None:
     half = choose_cut(traced, goal)
     plan = make_plan(half.problem, goal)
     assert planned_for(cut, plan) == half.packed
-    assert choose_cut(traced, replace(goal, plan=plan, memory=None)).packed == half.packed
+    assert choose_cut(traced, replace(aimed(goal, memory=None), plan=plan)).packed == half.packed
 
 
 def test_memory_in_which_only_packed_weights_fit() -> None:
@@ -98,7 +100,7 @@ def test_memory_in_which_only_packed_weights_fit() -> None:
     goal = settings(cut, 4.0, memory=cut.problem.total_bytes - 2048, group_bytes=None, chunk_bytes=1024)
     with pytest.raises(ChunkflowError, match="too little"):
         make_plan(cut.problem, goal)
-    assert choose_cut(traced, replace(goal, group_bytes=1 << 20, pack="auto")).packed == packable(cut)
+    assert choose_cut(traced, replace(aimed(goal, pack="auto"), group_bytes=1 << 20)).packed == packable(cut)
 
 
 def to_peers(cut: Cut, load: float, **other: object) -> Settings:
@@ -114,13 +116,13 @@ def test_weights_that_stay_have_no_pieces(traced: Traced) -> None:
     plan, host, everything = (make_plan(c.problem, goal) for c in (best, cut, on_peers(cut, streamable(cut), 2)))
     assert {w.name for w in plan.streamed} <= best.on_peers == {w.name for w in plan.weights if w.source.sharded}
     assert 0 < len(best.on_peers) <= len(streamable(cut)) - 2
-    assert all(p.device_bytes <= goal.memory for p in (plan, host, everything))
+    assert all(p.device_bytes <= goal.goal.memory for p in (plan, host, everything))
     steps = [p.predicted.step_s / p.predicted.resident_step_s for p in (plan, everything, host)]
     assert steps[0] < 0.99 * steps[1] and steps[1] < 0.5 * steps[2]
-    again = replace(goal, plan=plan, memory=None)
+    again = replace(aimed(goal, memory=None), plan=plan)
     assert choose_cut(traced, again).on_peers == best.on_peers
-    assert choose_cut(traced, replace(goal, peers=best.on_peers | {"other"})).problem == best.problem
-    assert choose_cut(traced, replace(goal, peers=True)).on_peers == streamable(cut)
+    assert choose_cut(traced, aimed(goal, peers=best.on_peers | {"other"})).problem == best.problem
+    assert choose_cut(traced, aimed(goal, peers=True)).on_peers == streamable(cut)
 
 
 def test_fewer_pieces_where_they_leave_room(traced: Traced) -> None:
@@ -131,8 +133,8 @@ def test_fewer_pieces_where_they_leave_room(traced: Traced) -> None:
     names = to_fewer_peers(everything, plan, 2)
     fewer, pulled = plan(on_peers(cut, names, 2).problem), plan(everything.problem)
     assert frozenset() < names < streamable(cut)
-    assert fewer.predicted.step_s < 0.99 * pulled.predicted.step_s and fewer.device_bytes <= goal.memory
-    ample = partial(make_plan, settings=replace(goal, memory=2 * cut.problem.total_bytes))
+    assert fewer.predicted.step_s < 0.99 * pulled.predicted.step_s and fewer.device_bytes <= goal.goal.memory
+    ample = partial(make_plan, settings=aimed(goal, memory=2 * cut.problem.total_bytes))
     assert to_fewer_peers(everything, ample, 2) == everything.on_peers
     assert to_fewer_peers(cut, plan, 2) == frozenset(), "there are none"
 
@@ -161,13 +163,13 @@ def test_no_pieces_where_copies_hide_or_ranks_cannot_pull(traced: Traced) -> Non
             goal = replace(goal, hardware=replace(goal.hardware, peer_bandwidth=0.0))
         assert not choose_cut(traced, goal).on_peers
         with pytest.raises(ChunkflowError, match=f"peers=True keeps weights on the devices of all ranks, {why}"):
-            choose_cut(traced, replace(goal, peers=True))
+            choose_cut(traced, aimed(goal, peers=True))
 
 
 def test_fewer_bytes_for_the_same_step(traced: Traced) -> None:
     """Without a budget, the plan for a step is the smallest."""
     cut = make_cut(traced, 1)
-    goal = replace(to_peers(cut, 4.0), memory=None, slowdown=1.02)
+    goal = aimed(to_peers(cut, 4.0), memory=None, slowdown=1.02)
     plans = [make_plan(c.problem, goal) for c in (choose_cut(traced, goal), cut)]
     assert plans[0].device_bytes < 0.8 * plans[1].device_bytes
     assert all(p.predicted.step_s <= 1.0201 * p.predicted.resident_step_s for p in plans)
@@ -180,7 +182,7 @@ def test_a_share_where_pieces_of_all_have_no_room(traced: Traced) -> None:
         make_plan(on_peers(cut, streamable(cut), 2).problem, goal)
     best = choose_cut(traced, goal)
     plan, host = (make_plan(c.problem, goal) for c in (best, cut))
-    assert {w.home for w in plan.streamed} == {"host", "peers"} and plan.device_bytes <= goal.memory
+    assert {w.home for w in plan.streamed} == {"host", "peers"} and plan.device_bytes <= goal.goal.memory
     assert plan.predicted.step_s < 0.9 * host.predicted.step_s
 
 
@@ -189,7 +191,7 @@ def test_blocks_in_turns(traced: Traced) -> None:
     one = trace(InTurn([Block(WIDTH)]).bfloat16(), {"x": torch.randn(64, WIDTH).bfloat16()}, 0)
     cut = make_cut(one, 1)
     goal, total = to_peers(cut, 4.0), 8 * cut.problem.total_bytes
-    turns = replace(one, repeats=Repeats(count=8, memory=round(0.6 * total)))
+    turns = replace(one, repeats=Repeats(count=8, goal=Goal(memory=round(0.6 * total))))
     assert choose_cut(turns, goal).on_peers
 
 

@@ -11,6 +11,7 @@ from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
@@ -66,7 +67,7 @@ def test_a_block_inside_of_a_module_goes_there_and_back_with_all_that_is_outside
 def test_it_is_never_faster_than_layerwise(compute: float) -> None:
     """Which has the weights outside blocks on the device, and fetches the first block beside the last one."""
     found = blocks_problem(4, compute)
-    layerwise = place(found, HOST, policy="layerwise", chunk_bytes=CHUNK).predicted
+    layerwise = place(found, HOST, Goal(policy="layerwise"), chunk_bytes=CHUNK).predicted
     assert layerwise is not None and step_s(found) >= layerwise.step_s
 
 
@@ -82,7 +83,7 @@ def test_steps_are_within_a_tenth_of_those_measured(card: str) -> None:
     called, machine = Workload.from_json(case["workload"]), load_profile(MEASURED[card])
     model = replace(preset(called.model), timestep=called.timestep)
     found = make_cut(replace(model.trace(1, called.sizes), fused=True)).problem
-    plain = place(found, machine, policy="resident").predicted
+    plain = place(found, machine, Goal(policy="resident")).predicted
     assert plain is not None
     played: PlayedStep = play_group_offload(found, machine)
     assert played.timeline.step_s == pytest.approx(measured["diffusers-group-offload-compiled"], rel=0.1)

@@ -8,6 +8,7 @@ import pytest
 from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import SHARDED
 from chunkflow_compile.passes.placement.place import place
@@ -26,7 +27,7 @@ EXCHANGING = problem([4] * 4, [weight(0, 8 * CHUNK, (0,)), weight(1, 8 * CHUNK, 
 
 
 def resident(found: Problem, hardware: Hardware) -> float:
-    predicted = place(found, hardware, policy="resident", chunk_bytes=CHUNK).predicted
+    predicted = place(found, hardware, Goal(policy="resident"), chunk_bytes=CHUNK).predicted
     assert predicted is not None
     return predicted.step_s
 

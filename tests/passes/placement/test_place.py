@@ -9,11 +9,13 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from helpers import aimed, with_goal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import CHUNK, MACHINE, blocks_problem, machines, problem, small_problems, weight
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import POLICIES
 from chunkflow_compile.passes.pipeline import Settings, join_loss, make_plan
@@ -27,7 +29,7 @@ from chunkflow_compile.units import enough
 
 
 def planned(found: Problem, machine: Hardware = MACHINE, **goal: object) -> Plan:
-    return place(found, machine, **{"chunk_bytes": CHUNK, **goal})  # type: ignore[arg-type]
+    return place(found, machine, **with_goal(**{"chunk_bytes": CHUNK, **goal}))
 
 
 def ratio(plan: Plan) -> float:
@@ -43,7 +45,7 @@ def floor(found: Problem, machine: Hardware = MACHINE) -> int:
 def best_of_all(found: Problem, machine: Hardware, memory: int) -> float:
     """The fastest step of all placements of the chunks that fit ``memory``."""
     planner = Planner(found, Simulator(found, machine, CHUNK))
-    builder = Builder(planner, machine, "chunkflow")
+    builder = Builder(planner)
     choices = [(None, *range(c.first, c.last - planner.count, -1)) for c in planner.chunks]
     plays = [planner.play(placed, hard) for placed in product(*choices) for hard in (False, True)]
     return next(c.step_s for c in sorted(plays, key=lambda c: c.step_s) if builder.slots(c) <= memory)
@@ -277,7 +279,7 @@ def test_joins_cost_little_as_no_copy_is_planned_across_one(compute: float, shar
     found = blocks_problem(8, compute)  # 13 us of copies a block, 16 of collectives
     count = len(found.regions)
     ends = range(count // calls, count + 1, count // calls)
-    goal = Settings(hardware=MACHINE, chunk_bytes=CHUNK, memory=int(share * found.total_bytes))
+    goal = Settings(hardware=MACHINE, chunk_bytes=CHUNK, goal=Goal(memory=int(share * found.total_bytes)))
     plan = make_plan(found, replace(goal, joined=True), ends=ends)
     assert plan.joins == tuple(ends) and plan.device_bytes <= share * found.total_bytes
     assert plan == make_plan(found, replace(goal, joined=True), ends=ends)
@@ -304,14 +306,14 @@ def test_a_goal_is_kept_with_joins(found: Problem, machine: Hardware, room: floa
 
 def test_joins_are_asked_for_and_kept_without_streamed_weights() -> None:
     found = blocks_problem(2)
-    ample = Settings(hardware=MACHINE, chunk_bytes=CHUNK, memory=2 * found.total_bytes)
-    resident = replace(ample, policy="resident", memory=None)
+    ample = Settings(hardware=MACHINE, chunk_bytes=CHUNK, goal=Goal(memory=2 * found.total_bytes))
+    resident = aimed(ample, policy="resident", memory=None)
     for goal in (ample, resident):
         plan = make_plan(found, replace(goal, joined=True))
         assert make_plan(found, goal).joins == () and plan.joins == (len(found.regions),)
         assert join_loss(found, goal) == pytest.approx(0, abs=1e-9)
     assert not make_plan(found, replace(resident, joined=True)).streamed
-    assert join_loss(found, Settings(hardware=MACHINE, chunk_bytes=CHUNK, slowdown=1.5)) < 0.02
+    assert join_loss(found, Settings(hardware=MACHINE, chunk_bytes=CHUNK, goal=Goal(slowdown=1.5))) < 0.02
 
 
 def test_both_goals_and_impossible_ones_are_refused() -> None:

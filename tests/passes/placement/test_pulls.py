@@ -14,6 +14,7 @@ from problems import CHUNK, MACHINE, blocks_problem, problem, small_problems, we
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
@@ -82,7 +83,7 @@ def test_a_region_is_stretched_by_what_is_in_flight() -> None:
 
 def test_pulls_keep_clear_of_collectives_and_copies_need_not() -> None:
     found, machine = blocks_problem(8, 30.0), replace(NVLINK, peer_bandwidth=1.01 * MACHINE.copy_rate)
-    pulled = place(on_devices(found, 2), machine, chunk_bytes=CHUNK, slowdown=1.0)
+    pulled = place(on_devices(found, 2), machine, Goal(slowdown=1.0), chunk_bytes=CHUNK)
     assert pulled.predicted is not None and pulled.predicted.inflation_s == 0
     spans = pulled.predicted.spans
     meet = [
@@ -109,7 +110,7 @@ def test_pieces_count_against_memory(found: Problem, ranks: int, every: int, roo
     pieces = sum(piece_bytes(w.nbytes, w.source.ranks) for w in found.weights if w.source.sharded)
     assert found.piece_bytes == pieces > 0
     least = least_memory(found, NVLINK, CHUNK)
-    plan = place(found, NVLINK, chunk_bytes=CHUNK, memory=least + room * CHUNK)
+    plan = place(found, NVLINK, Goal(memory=least + room * CHUNK), chunk_bytes=CHUNK)
     assert plan.piece_bytes == pieces and pieces < plan.device_bytes <= least + room * CHUNK
     for planned, given_ in zip(plan.weights, found.weights, strict=True):
         assert planned.source == given_.source
@@ -121,7 +122,7 @@ def test_pieces_count_against_memory(found: Problem, ranks: int, every: int, roo
     assert Plan.from_json(plan.to_json()) == plan
     assert (found.digest == on_devices(found, 0).digest) == (not pieces)
     with pytest.raises(ChunkflowError, match=r"too little: the program needs .* of them for this rank's pieces of wei"):
-        place(found, NVLINK, chunk_bytes=CHUNK, memory=least - 256)
+        place(found, NVLINK, Goal(memory=least - 256), chunk_bytes=CHUNK)
 
 
 def test_the_curve_of_weights_in_pieces() -> None:
@@ -135,9 +136,9 @@ def test_plans_without_pieces_are_as_they_were() -> None:
     """Problems and plans keep their digests, and their files their bytes."""
     found = blocks_problem(2)
     assert found.digest == "f65d61ab22013e91"
-    plan = place(found, MACHINE, chunk_bytes=CHUNK, memory=20 * CHUNK)
+    plan = place(found, MACHINE, Goal(memory=20 * CHUNK), chunk_bytes=CHUNK)
     assert plan.digest == "ef25826bc0c4ffd0" and "peers" not in plan.to_json()
-    pulled = place(on_devices(found, 2, "w0"), NVLINK, chunk_bytes=CHUNK, memory=24 * CHUNK)
+    pulled = place(on_devices(found, 2, "w0"), NVLINK, Goal(memory=24 * CHUNK), chunk_bytes=CHUNK)
     stored = json.loads(pulled.to_json())["weights"]
     assert [w.get("peers") for w in stored[:2]] == [2, None]
 

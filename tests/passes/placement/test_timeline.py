@@ -9,6 +9,7 @@ from helpers import plan_of, ulysses_cut
 from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.curve import plans_along
 from chunkflow_compile.passes.placement.place import place
@@ -66,7 +67,7 @@ def test_four_ranks_behind_one_port_copy_at_a_quarter_of_its_rate() -> None:
 
 def test_a_plan_knows_what_its_ranks_share() -> None:
     """The same bytes as for one rank on a link of a quarter; a bound that does not bind changes nothing."""
-    found, goal = blocks_problem(4), {"chunk_bytes": CHUNK, "memory": 24 * CHUNK}
+    found, goal = blocks_problem(4), {"chunk_bytes": CHUNK, "goal": Goal(memory=24 * CHUNK)}
     machine, together = replace(MACHINE, host_bandwidth=MACHINE.copy_rate), replace(found, ranks=4)
     shared = place(together, machine, **goal)  # type: ignore[arg-type]
     assert shared == place(found, replace(MACHINE, h2d_bandwidth=MACHINE.copy_rate / 4), **goal)  # type: ignore[arg-type]
@@ -142,7 +143,7 @@ def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
         for s in (Simulator(p, machine, CHUNK),)
     ]
     assert [len(known.gaps) for known in link] == [1, 2]
-    placed = place(on_engines(found), machine, chunk_bytes=CHUNK, memory=12 * CHUNK)
+    placed = place(on_engines(found), machine, Goal(memory=12 * CHUNK), chunk_bytes=CHUNK)
     assert placed.moved_bytes and placed.predicted.inflation_s == pytest.approx(0, abs=1e-12)
 
 

@@ -26,6 +26,7 @@ from chunkflow_compile.passes.program.lifetimes import releases
 from chunkflow_compile.passes.program.memory import effects_of, program_memory
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import check, verify
+from chunkflow_compile.passes.step import Evaluate, Finish, Release, Start
 
 OPS = torch.ops._c10d_functional
 
@@ -183,19 +184,19 @@ def test_a_region_does_not_write_a_streamed_weight() -> None:
 def test_a_collective_that_completes_itself() -> None:
     program = program_of(Sharded)
     order = HappensBefore((program,), 1)
-    kinds = [(op.kind, op.label) for op in order.ops if op.collectives or op.kind == "release"]
+    found = [(type(each.op), each.label) for each in order.ops if each.collectives or isinstance(each.op, Release)]
     name = "shard_dim_alltoall"
-    assert [(kind, label) for kind, label in kinds if kind != "release"] == [
-        ("collective", name),
-        ("completion", f"completion of {name}"),
-    ]
-    assert [kind for kind, _ in kinds][:2] == ["collective", "completion"]
+    assert [pair for pair in found if pair[0] is not Release] == [(Start, name), (Finish, f"completion of {name}")]
+    assert [kind for kind, _ in found][:2] == [Start, Finish]
 
 
 def test_elements_of_a_coalesced_collective_are_results_of_it() -> None:
     program = copied(partial(Coalesced, 32, 32))
     order = HappensBefore((program,), 1)
-    assert [op.label for op in order.ops if op.kind == "element"] == ["getitem", "getitem_1"]
+    assert [each.label for each in order.ops if isinstance(each.op, Evaluate) and each.stream == "collective"] == [
+        "getitem",
+        "getitem_1",
+    ]
     completions = [n for n in program.module.graph.nodes if n.name.startswith("wait_tensor")]
     for completion in completions:
         completion.replace_all_uses_with(completion.all_input_nodes[0])
@@ -212,9 +213,9 @@ def test_two_collectives_are_ordered_only_by_a_completion() -> None:
     """They may belong to groups whose streams know nothing of each other."""
     program = program_of(UlyssesStack)
     order = HappensBefore((program,), 1)
-    first, second = [i for i, op in enumerate(order.ops) if op.kind == "collective"][:2]
+    first, second = [i for i, each in enumerate(order.ops) if isinstance(each.op, Start)][:2]
     assert order.ordered(first, second) and not order.ordered(second, first)
-    order.graph.remove_edges_from([(u, v) for u, v, kind in order.graph.edges(data="event") if kind == "end"])
+    order.graph.remove_edges_from([*order.graph.out_edges(first)])
     order._clocks = order._count()
     assert not order.ordered(first, second)
 

@@ -20,11 +20,13 @@ from test_verify import copied
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings, join_loss, make_cycle, stages
-from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, join, write
-from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Op
+from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
+from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Issued
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, check_turns, verify, verify_together
+from chunkflow_compile.passes.step import Copy, Record, Wait
 
 
 def joined(program: Program) -> Program:
@@ -47,7 +49,7 @@ def test_a_plan_without_joins_is_proved_as_before() -> None:
     plain = replace(program, plan=replace(program.plan, joins=()))
     proof, order = verify(plain), HappensBefore((plain,), CHECKED_STEPS)
     assert (proof.ops, proof.edges) == (len(order.ops), order.graph.number_of_edges())
-    assert {op.kind for op in HappensBefore((plain,), CHECKED_STEPS, (True,)).ops} == {op.kind for op in order.ops}
+    assert HappensBefore((plain,), CHECKED_STEPS, (True,)).ops == order.ops
     assert verify(program).ops > 4 * proof.ops
 
 
@@ -82,18 +84,29 @@ def test_random_cycles_are_proved_in_every_sequence_of_forms() -> None:
     check_all()
 
 
-# What is dropped: the events, of which calls, and the sequences of forms that show it.
-Dropped = Callable[[Op, Op], bool]
+# What is dropped: the label of a mark or of the wait for it, of which calls, and the sequences of forms that show it.
+Dropped = Callable[[Issued, Issued], bool]
 DROPPED: dict[str, tuple[str, Form, Dropped]] = {
-    "the join": ("join", (True,), lambda copy, join: join.step == 0),
-    "the join before an eager step": ("join", (True, False), lambda copy, join: True),
-    "an opening": ("open", (True,), lambda opening, chunk: opening.step == 1),
-    "an opening after an eager step": ("open", (False, True), lambda opening, chunk: opening.captured),
-    "an arrival": ("arrival", (True,), lambda chunk, wait: wait.step == 1),
-    "an arrival after an eager step": ("arrival", (False, True), lambda chunk, wait: wait.captured),
-    "the tail after priming": ("tail", (True,), lambda chunk, tail: True),
-    "the tail after an eager step": ("tail", (False, True), lambda chunk, tail: True),
+    "the join": ("join", (True,), lambda record, join: join.step == 0),
+    "the join before an eager step": ("join", (True, False), lambda record, join: True),
+    "an opening": ("opening", (True,), lambda opening, wait: opening.step == 1),
+    "an opening after an eager step": ("opening", (False, True), lambda opening, wait: opening.captured),
+    "an arrival": ("wait", (True,), lambda record, wait: wait.step == 1),
+    "an arrival after an eager step": ("wait", (False, True), lambda record, wait: wait.captured),
+    "the tail after priming": ("tail", (True,), lambda record, tail: tail.step == 0),
+    "the tail after an eager step": ("tail", (False, True), lambda record, tail: True),
 }
+
+
+def marks_awaited(order: HappensBefore, label: str) -> list[tuple[int, int]]:
+    """The edges from a mark to a wait for it, of which one has a label that begins so."""
+    pairs = [(order.ops[u], order.ops[v]) for u, v in order.graph.edges]
+    return [
+        edge
+        for edge, (u, v) in zip(order.graph.edges, pairs, strict=True)
+        if isinstance(u.op, Record) and isinstance(v.op, Wait) and u.op.event == v.op.event
+        if u.label.startswith(label) or v.label.startswith(label)
+    ]
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -102,8 +115,7 @@ def test_each_event_of_captured_calls_is_needed(name: str) -> None:
     assert form in FORMS
     order = HappensBefore((stack_program(),), CHECKED_STEPS, form)
     assert not list(check_turns(order))
-    edges = [(u, v) for u, v, kind in order.graph.edges(data="event") if kind == event]
-    edges = [(u, v) for u, v in edges if chosen(order.ops[u], order.ops[v])]
+    edges = [(u, v) for u, v in marks_awaited(order, event) if chosen(order.ops[u], order.ops[v])]
     whole, shown = order.graph.copy(), list[bool]()
     for begin in {u for u, _ in edges}:
         order.graph = whole.copy()
@@ -111,17 +123,16 @@ def test_each_event_of_captured_calls_is_needed(name: str) -> None:
         order._clocks = order._count()
         shown.append(any("missing edge" in said and "captured" in said for said in check_turns(order)))
     # some openings are of bytes that have been free for longer
-    assert any(shown) and (event == "open" or all(shown)), shown
+    assert any(shown) and (event == "opening" or all(shown)), shown
 
 
 def test_chunks_of_two_captured_calls_have_no_order_of_their_own() -> None:
     """Only the join orders them: a later number in the order of issue says nothing."""
     order = HappensBefore((stack_program(),), CHECKED_STEPS, (True,))
-    chunks = [i for i, op in enumerate(order.ops) if op.kind == "chunk" and op.captured]
+    chunks = [i for i, each in enumerate(order.ops) if isinstance(each.op, Copy) and each.captured]
     first, last = chunks[0], chunks[-1]
     assert order.ops[first].step == 0 and order.ops[last].step == 1 and order.ordered(first, last)
-    steps = [(u, v) for u, v in order.graph.edges if (order.ops[u].kind, order.ops[v].stream) == ("chunk", "compute")]
-    order.graph.remove_edges_from(steps)
+    order.graph.remove_edges_from(marks_awaited(order, "wait") + marks_awaited(order, "join"))
     order._clocks = order._count()
     assert not order.ordered(first, last)
     assert order.ordered(first, chunks[1])
@@ -133,9 +144,16 @@ def test_an_eager_call_of_another_program_is_awaited_too() -> None:
     problem = program.problem
     part = rewrite(cut_of(Stack(4), torch.randn(4, 8)), plan_of(problem, part=True, joins=(len(problem.regions),)))
     order = HappensBefore((program, part), 1, (False, True))
-    tails = [v for _, v, kind in order.graph.edges(data="event") if kind == "tail"]
-    assert [order.ops[i].turn for i in tails] == [1]
-    assert not any(op.turn == 1 and op.kind == "chunk" and op.step < 0 for op in order.ops)
+    (tail,) = (
+        i
+        for i, each in enumerate(order.ops)
+        if each.turn == 1 and each.label.startswith("tail") and each.stream == "compute"
+    )
+    eager = [
+        i for i, each in enumerate(order.ops) if each.turn == 0 and isinstance(each.op, Copy) and not each.captured
+    ]
+    assert eager and all(order.ordered(copy, tail) for copy in eager)
+    assert not any(each.turn == 1 and isinstance(each.op, Copy) and each.step < 0 for each in order.ops)
     verify_together(program, part)
 
 
@@ -160,7 +178,7 @@ def test_joins_are_at_the_ends_of_calls() -> None:
             rewrite(cut, replace(plan, joins=wrong))
     calls = [Call(cut, {w.name: f"{n}.{w.name}" for w in cut.problem.weights}, {}) for n in range(2)]
     assert ends_of(calls) == (count, 2 * count)
-    both = plan_of(join(calls))
+    both = plan_of(problem_of(calls))
     verify(write(calls, replace(both, joins=ends_of(calls))))
     for wrong in ((2 * count,), (2 * count, count), (count,)):
         with pytest.raises(ChunkflowError, match=f"but the calls end after {count}, {2 * count}"):
@@ -169,7 +187,7 @@ def test_joins_are_at_the_ends_of_calls() -> None:
 
 def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None:
     machine = replace(load_profile("h100-pcie-x2"), launch_s=1e-3, h2d_bandwidth=2e7)
-    goal = Settings(hardware=machine, chunk_bytes=4096, memory=1 << 16, joined=True)
+    goal = Settings(hardware=machine, chunk_bytes=4096, goal=Goal(memory=1 << 16), joined=True)
     traced = trace(Stack(4), {"x": torch.randn(4, 8)}, 0)
     *_, stage = stages(traced, goal, verify_each=True)
     assert stage.program is not None and stage.proof is not None
@@ -182,7 +200,7 @@ def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None
     plain = replace(goal, joined=False)
     assert make_cycle(calls, plain).plan.joins == ()
     assert str(cycle.calls[0]) == str(write(calls, replace(cycle.plan, joins=())).calls[0]), "the text is the same"
-    assert join_loss(join(calls), plain, inside=True, ends=ends_of(calls)) < 1
+    assert join_loss(problem_of(calls), plain, inside=True, ends=ends_of(calls)) < 1
 
 
 def test_a_plan_without_joins_is_stored_as_before() -> None:

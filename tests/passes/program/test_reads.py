@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.passes.program import reads
-from chunkflow_compile.passes.program.cycle import Call, Cycle, border, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, room
-from chunkflow_compile.passes.step import Copy
+from chunkflow_compile.passes.step import Copy, copies
 from chunkflow_compile.weights.drive import for_the_drive
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -52,7 +52,7 @@ def cycle() -> Cycle:
     for number in range(2):
         names = {w.name: f"{number}.{w.name}" for w in cut.problem.weights}
         calls.append(Call(cut, names, {}, frozenset(names[name] for name in drive)))
-    found = write(calls, plan_of(join(calls)))
+    found = write(calls, plan_of(problem_of(calls)))
     assert [w.source.file for w in found.problem.weights].count(True) >= 4
     return found
 
@@ -141,10 +141,10 @@ def test_reads_begin_again_at_every_call() -> None:
     drive = frozenset(w.name for w in found.problem.weights if w.source.file)
 
     def loop() -> Iterator[Copy]:
-        return itertools.cycle(op.copy for _, op in found.prefetches if op.copy.weight in drive)
+        return itertools.cycle(op for ops in found.ops for op in copies(ops) if op.weight in drive)
 
     for call in range(2):
-        of = reads.reads_from(found, call, border(found, call), drive)
+        of = reads.reads_from(found, call, drive)
         assert of.begin == call * len(of.repeated) // 2 and len(of.repeated) >= 4
         expected = islice(loop(), of.begin, of.begin + 2 * len(of.repeated))
         assert list(of.passes(2)) == [*of.first, *expected]

@@ -23,6 +23,7 @@ from torch.fx import Node
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.ops import PREFETCH, WAIT
@@ -129,7 +130,7 @@ def partly_resident_program() -> Program:
     machine = replace(load_profile("h100-pcie-x2"), h2d_bandwidth=1e6, launch_s=1e-3, eta_pref=1.0)
     cut = cut_of(Stack(4), torch.randn(4, 8))
     for room in range(20000, 80000, 256):
-        plan = place(cut.problem, machine, chunk_bytes=1024, memory=room)
+        plan = place(cut.problem, machine, Goal(memory=room), chunk_bytes=1024)
         if any(None in w.windows for w in plan.streamed):
             return rewrite(cut, plan)
     raise AssertionError("no plan keeps a part of a weight")

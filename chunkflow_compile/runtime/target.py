@@ -1,0 +1,131 @@
+"""The target of a call: the memory and the streams to which its ops are issued, and what is known of a step while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.step import Copy
+from chunkflow_compile.weights.source import DriveBytes
+
+from .arena import Binding
+from .device_base import Device, NamedCopy
+from .measurement import WindowSeconds
+from .read_ahead import Reading
+from .traffic import Traffic
+
+
+@dataclass
+class Cost:
+    """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied, ``pulled``: from other
+    ranks among them.  ``primed``: bytes copied before a cold step.  ``issue_s``: seconds of the host."""
+
+    windows: WindowSeconds | None = None
+    primed: int = 0
+    collectives: int = 0
+    moved: int = 0
+    pulled: int = 0
+    issue_s: float = 0.0
+
+    def add_copies(self, nbytes: int, pulled: int = 0) -> None:
+        """Copies were issued."""
+        self.moved += nbytes
+        self.pulled += pulled
+
+    def add_collective(self) -> None:
+        """A collective was issued."""
+        self.collectives += 1
+
+    def end_priming(self) -> None:
+        """All copies so far were issued before the step."""
+        self.primed, self.moved, self.pulled = self.moved, 0, 0
+
+    def end_issue(self, seconds: float) -> None:
+        """The host has issued the step in ``seconds``."""
+        self.issue_s = seconds
+
+
+@dataclass
+class RunningStep:
+    """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs.
+
+    ``number``: of the run.
+    """
+
+    env: list[Any]
+    cost: Cost
+    number: int
+
+    @property
+    def outputs(self) -> Any:
+        """The program's outputs; valid after :meth:`Device.deliver`."""
+        return self.env[-1]
+
+
+Issue = Callable[[RunningStep], None]
+
+
+class Target:
+    """Where the ops of a call are issued: the memory that it is bound to, and the streams of a device.
+
+    ``program``: of the call.  ``events``: of the device, by their numbers in the cycle.  ``traffic``: the transfers that are
+    issued.  ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place among
+    the values of a step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cycle: Cycle,
+        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        binding: Binding,
+        device: Device,
+        events: Sequence[Any],
+        poison: bool = False,
+    ) -> None:
+        """``cycle``: of which the program is a call.  ``device``: that of the arena, or one that records the call.
+        ``poison``: whether to overwrite the bytes of an evicted weight, so that a late reader sees NaN."""
+        self.program = program
+        self.cycle = cycle
+        self.regions = regions
+        self.binding = binding
+        self.device = device
+        self.events = events
+        self.poison = poison
+        self.traffic = Traffic()
+        pulled = program.plan.pulled  # one of them that has no pieces any more is read as it is copied
+        self.on_drive = frozenset(
+            n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
+        )
+        if pulled:
+            device.lane("pull")  # now, because a step makes no stream
+        self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
+        self.started, self.ended = device.event(), device.event()
+
+    def copy(self, op: Copy) -> NamedCopy:
+        """The copy of an op, as the device takes it.  Adjacent chunks of one window are one copy."""
+        slot, span = self.binding.slots[op.weight], self._span(op)
+        if op.window is None:
+            return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
+        read = op.weight in self.on_drive
+        source = (
+            Reading(self.binding.arena.reader, self.drive_bytes(op)) if read else self.binding.hosts[op.weight][span]
+        )
+        return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
+
+    def drive_bytes(self, op: Copy) -> DriveBytes:
+        """The bytes on the drive that an op copies."""
+        source = self.binding.hosts[op.weight]
+        assert isinstance(source, DriveBytes)
+        return source[self._span(op)]
+
+    def _span(self, op: Copy) -> slice:
+        size = self.program.plan.chunk_bytes
+        return slice(op.first * size, op.end * size)
+
+    def vacate(self) -> None:
+        """Drop every reference to the memory, with nothing in flight."""
+        self.binding = Binding(self.binding.arena, {}, {}, {})

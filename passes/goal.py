@@ -1,0 +1,75 @@
+"""Goal: what plans are made for.  It is made once, from what the user gives, and is passed on whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import OnPeers, Pack, Policy, Yield
+from chunkflow_compile.units import Size, parse_bytes
+
+# The longest step where the user gives neither a budget nor a slowdown.
+DEFAULT_SLOWDOWN = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What plans are made for: the fastest plan within a budget, or the smallest whose step is short enough.
+
+    ``memory``: the budget, most bytes of weights on the device.  ``slowdown``: the longest predicted step, as a multiple of
+    the step with all weights resident; see :attr:`longest`.  ``policy``: places the weights.  ``yields``: how copies avoid
+    collectives.
+    ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
+    predicted to be shorter within ``memory``.
+    ``peers``: the same for those that lie in pieces on the devices of the ranks.  "auto" also chooses without ``memory``, for
+    fewer bytes on the device.
+    Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores a
+    field.
+    """
+
+    memory: int | None = None
+    slowdown: float | None = None
+    policy: Policy = "chunkflow"
+    yields: Yield = "auto"
+    pack: Pack | frozenset[str] = False
+    peers: OnPeers | frozenset[str] = False
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.slowdown is not None:
+            raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
+        if self.slowdown is not None and not self.slowdown >= 1:
+            raise ChunkflowError(
+                f"Option slowdown={self.slowdown} is below 1: no plan beats all weights on the device."
+            )
+        ignored = f"yield={self.yields}" if self.yields != "auto" else ""
+        if self.slowdown is not None:
+            ignored = f"slowdown={self.slowdown}"
+        if ignored and self.policy != "chunkflow":
+            raise ChunkflowError(
+                f"Policy {self.policy} has one plan only: {ignored} would change nothing; leave it out."
+            )
+
+    @staticmethod
+    def given(memory: Size | None, slowdown: float | None, policy: Policy, yields: Yield, pack: Pack) -> Goal:
+        """The goal that a user gives.  Raises ChunkflowError also if ``memory`` is not a size."""
+        budget = None if memory is None else 0  # what excludes each other is reported before a missing unit
+        goal = Goal(memory=budget, slowdown=slowdown, policy=policy, yields=yields, pack=pack)
+        return goal if memory is None else replace(goal, memory=parse_bytes(memory, "memory"))
+
+    @property
+    def longest(self) -> float:
+        """The longest step without a budget, as a multiple of the step with all weights resident."""
+        return self.slowdown or DEFAULT_SLOWDOWN
+
+    def aimed_at(self, other: Goal | None) -> Goal:
+        """This goal for the budget or the step of ``other``, and for its policy; the same goal for None.
+
+        ``yields`` is kept where the policy depends on it.  Which weights are packed and sharded is kept, too.
+        """
+        if other is None:
+            return self
+        yields = self.yields if other.policy == "chunkflow" else other.yields
+        return replace(self, memory=other.memory, slowdown=other.slowdown, policy=other.policy, yields=yields)
+
+
+DEFAULT_GOAL = Goal()

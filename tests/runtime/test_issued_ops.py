@@ -1,0 +1,268 @@
+"""The executor issues the ops that are proved, in their order, and no others."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from random_cycles import CycleBench
+from random_programs import Choices, Layer, Spec
+
+from chunkflow_compile.passes import pieces as geometry
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.forms import captured
+from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.ops import PREFETCH
+from chunkflow_compile.passes.program.cycle import prefetches
+from chunkflow_compile.passes.program.rewrite import issued, source_of
+from chunkflow_compile.passes.program.verify import verify
+from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Wait
+from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.device_base import Device, StepEnd, Waited, Watch
+from chunkflow_compile.runtime.target import Cost, RunningStep, Target
+from chunkflow_compile.weights.source import Source, take
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+SPEC = Spec(24, (Layer(20, True, True), Layer(36, False, True, True)), False, False, 3)
+DRAWN = ([SPEC], [0, 0], True, Choices(stay=0.2, reach=0, hard=False, seed=11))
+
+
+class LoggingStream:
+    """A stream that runs its work at once.  ``log``: gets what it is given."""
+
+    def __init__(self, name: Any, log: Callable[..., None]) -> None:
+        self.name = name
+        self.log = log
+
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        if watch is not None:
+            watch.begins(0.0)
+        self.log(self.name, "run", name)
+        work()
+        if watch is not None:
+            watch.ends(0.0)
+
+    def record(self, event: object) -> None:
+        self.log(self.name, "record", event)
+
+    def wait(self, event: object, waited: Waited | None = None) -> None:
+        self.log(self.name, "wait", event)
+
+    def synchronize(self) -> None:
+        """It is empty."""
+
+
+class LoggingDevice(Device):
+    """A device that lists the ops that it is given.  ``ops``: of the calls of ``executor``, which is set before each."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.target: Target | None = None
+        self.compute, self.copy, self.collective, self._pull = (
+            LoggingStream(name, self._log) for name in ("compute", "copy", "collective", "pull")
+        )
+        self._ends: list[Op] = []  # of the collective whose completion was given last
+
+    def _make_pull(self) -> LoggingStream:
+        return self._pull
+
+    def event(self) -> object:
+        return object()
+
+    def start(self, marked: bool, consecutive: bool) -> float | None:
+        return 0.0 if marked else None
+
+    def finish(self, begun: float | None, over: StepEnd) -> None:
+        """Nobody reads the measurements."""
+
+    def close(self) -> None:
+        """There are no threads."""
+
+    def copy_bytes(self, target: torch.Tensor, source: Source, moves: Moves = "copy") -> None:
+        """Lists the copy, by the bytes that it writes: resident ones if they are of no window."""
+        of = self.target
+        assert of is not None
+        for name, slot in of.binding.slots.items():
+            begin = target.data_ptr() - slot.data_ptr()
+            if 0 <= begin < slot.numel():
+                size = of.program.plan.chunk_bytes
+                first, end = begin // size, -(-(begin + target.numel()) // size)
+                self.ops.append(Copy(moves, name, first, end, None))
+        take(target, source)
+
+    def _log(self, stream: Any, kind: str, what: Any) -> None:
+        of = self.target
+        assert of is not None
+        if kind != "run":
+            number = next((i for i, event in enumerate(of.events) if event is what), None)
+            if number is not None:
+                self.ops.append(Record(stream, number) if kind == "record" else Wait(stream, number))
+            elif kind == "wait" and what is of.ended:
+                self.ops += self._ends
+        elif stream == "collective":
+            started, self._ends = _of_collective(of, what)
+            self.ops += started
+        elif stream == "compute" and what.startswith("region_"):
+            self.ops.append(Run(int(what.split()[0].removeprefix("region_"))))
+
+
+def _of_collective(target: Target, name: str) -> tuple[list[Op], list[Op]]:
+    """The ops of the node of a collective by its source: those at which it is issued, and those that complete it."""
+    found = next(ops for node, ops in issued(target.program) if source_of(node) == name and ops)
+    return [op for op in found if isinstance(op, Start | Evaluate)], [op for op in found if isinstance(op, Finish)]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> LoggingDevice:
+    """Work on the values of a step is listed, too."""
+    made = LoggingDevice()
+    monkeypatch.setattr(geometry, "STRIPE", 1536)
+
+    def listed(work: Callable[..., None], op: Callable[[Any], Op], what: Any, *more: Any) -> None:
+        made.ops.append(op(what))
+        work(what, *more)
+
+    def names() -> list[str]:
+        assert made.target is not None
+        return [node.name for node in made.target.number]
+
+    def evicted(pieces: list[torch.Tensor]) -> Op:
+        assert made.target is not None
+        slots = made.target.binding.slots
+        begins = {slot.data_ptr() + i: name for name, slot in slots.items() for i in range(slot.numel())}
+        return Evict(begins[pieces[0].data_ptr()])
+
+    for name in ("_put", "_pick", "_call", "_output"):
+        work = partial(listed, getattr(instructions, name), lambda number: Evaluate("compute", names()[number]))
+        monkeypatch.setattr(instructions, name, work)
+    drops = partial(listed, instructions._drop, lambda numbers: Release(tuple(names()[i] for i in numbers)))
+    monkeypatch.setattr(instructions, "_drop", drops)
+    monkeypatch.setattr(instructions, "_poison", partial(listed, instructions._poison, evicted))
+    return made
+
+
+# An op as a device sees it: the copy has no window there, and the wait no weights.
+def _seen(op: Op) -> Op:
+    if isinstance(op, Copy):
+        return Copy(op.stream, op.weight, op.first, op.end, None)
+    return Wait(op.stream, op.event) if isinstance(op, Wait) else op
+
+
+def by_stream(ops: Iterable[Op]) -> dict[str, list[tuple[Op, int]]]:
+    """The ops of each stream in their order; with a wait, how many marks of its event there are."""
+    marks, found = Counter[int](), defaultdict[str, list[tuple[Op, int]]](list)
+    for op in ops:
+        if isinstance(op, Record):
+            marks[op.event] += 1
+        found[op.stream].append((_seen(op), marks[op.event] if isinstance(op, Wait) else 0))
+    return dict(found)
+
+
+class Calls:
+    """The calls of a cycle on a device, and the ops that are proved for those that have run."""
+
+    def __init__(self, device: LoggingDevice) -> None:
+        self.device = device
+        self.bench = CycleBench(DRAWN, peers=True)
+        self.cycle = self.bench.cycle
+        verify(self.cycle)
+        assert len(self.cycle.ops) == 2
+        self.arena = Arena(make=lambda *_: device)
+        self.bench.join(self.arena, self.cycle.plan)
+        self.executors = [self.bench.executor(program, self.arena) for program in self.cycle.calls]
+        self.proved: list[Op] = []
+
+    def run(self, number: int, **prologue: Any) -> None:
+        """Run a call.  ``prologue``: see :meth:`Cycle.prologue`; nothing for a call without one."""
+        executor, x = self.executors[number], torch.randn_like(self.bench.of[number].x)
+        self.device.target = executor.target
+        found = executor.run(self.bench.arguments(executor.program, x))[0]
+        assert torch.equal(found, self.bench.of[number].model(x))
+        if prologue:
+            self.proved += self.cycle.prologue(number, **prologue)
+        self.proved += self.cycle.ops[number]
+
+    def write(self, number: int, weight: str) -> None:
+        """Let a call copy a weight again."""
+        self.executors[number].copy_again({weight: 1 + self.executors[number].state.versions.get(weight, 0)})
+
+
+def test_what_is_issued_is_what_is_proved(device: LoggingDevice) -> None:
+    """Two passes after a cold start, a jump, a rewritten weight, and a jump with one."""
+    calls = Calls(device)
+    weight = next(w.name for w in calls.cycle.plan.streamed if w.first_use < w.last_use)
+    calls.run(0, stale=None)
+    for number in (1, 0, 1):
+        calls.run(number)
+    calls.run(1, stale=(), jumps=True)
+    calls.write(0, weight)
+    calls.run(0, stale={weight})
+    calls.write(0, weight)
+    calls.run(0, stale={weight}, jumps=True)
+    assert by_stream(device.ops) == by_stream(calls.proved)
+    assert {type(op) for op in device.ops} == set(Op.__args__)
+    assert {op.stream for op in device.ops} == {"compute", "copy", "pull", "collective"}
+
+
+def test_a_captured_call_is_issued_as_it_is_proved(device: LoggingDevice) -> None:
+    calls = Calls(device)
+    cycle, executor = calls.cycle, calls.executors[0]
+    step = captured(cycle.ops[0], cycle.events)
+    device.target = target = executor.target
+    env = [*calls.bench.arguments(executor.program, calls.bench.of[0].x)]
+    running = RunningStep([*env, *[None] * (len(target.number) - len(env))], Cost(), 0)
+    for issue in instructions.instructions(target, step, issued(executor.program)):
+        issue(running)
+    assert by_stream(device.ops) == by_stream(step)
+
+
+def test_an_op_that_is_issued_and_was_not_proved_is_seen(device: LoggingDevice) -> None:
+    calls = Calls(device)
+    executor = calls.executors[0]
+    more = next(op for op in calls.cycle.ops[0] if isinstance(op, Copy))
+    executor.instructions += instructions.instructions(executor.target, (more,))
+    calls.run(0, stale=None)
+    assert by_stream(device.ops) != by_stream(calls.proved)
+    calls.proved.append(more)
+    assert by_stream(device.ops) == by_stream(calls.proved)
+
+
+def test_transfers_that_were_added_after_the_proof_are_not_issued(device: LoggingDevice) -> None:
+    calls = Calls(device)
+    program = calls.cycle.calls[0]
+    node, _ = next(prefetches(program))
+    with program.module.graph.inserting_after(node):
+        program.module.graph.call_function(PREFETCH, node.args)
+    calls.executors[0] = calls.bench.executor(program, calls.arena)
+    calls.run(0, stale=None)
+    assert by_stream(device.ops) == by_stream(calls.proved)
+
+
+def reversed_regions(program: Any) -> None:
+    graph = program.module.graph
+    first, then = [node for node in graph.nodes if node.op == "call_module"][:2]
+    first.target, then.target = then.target, first.target
+    first.name, then.name = "later", first.name
+
+
+def forgotten_release(program: Any) -> None:
+    program.releases.pop(next(iter(program.releases)))
+
+
+@pytest.mark.parametrize("change", [reversed_regions, forgotten_release])
+def test_a_program_that_was_changed_after_its_proof_is_refused(
+    change: Callable[[Any], None], device: LoggingDevice
+) -> None:
+    calls = Calls(device)
+    program = calls.cycle.calls[0]
+    change(program)
+    with pytest.raises(FindingError, match="changed after its proof"):
+        calls.bench.executor(program, calls.arena)
