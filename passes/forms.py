@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .names import MOVES, Moves
+from .names import LANES, Lane
 from .plan import Plan, runs
 from .step import Copy, Evict, Op, Record, Step, Stream, Wait, join, used_lanes
 
@@ -22,20 +22,20 @@ class CallEvents:
     begins.  ``lanes``: for each lane, that of a join."""
 
     handover: int
-    lanes: Mapping[Moves, int]
+    lanes: Mapping[Lane, int]
 
     @staticmethod
     def of(step: Step) -> CallEvents:
         """``step``: of all calls that share their events."""
         free = _free_event(step)
-        return CallEvents(free, {lane: free + 1 + i for i, lane in enumerate(MOVES)})
+        return CallEvents(free, {lane: free + 1 + i for i, lane in enumerate(LANES)})
 
     @property
     def count(self) -> int:
         """How many events there are with those that the programs name; they are numbered from 0."""
         return self.handover + 1 + len(self.lanes)
 
-    def join(self, lanes: Iterable[Moves]) -> Step:
+    def join(self, lanes: Iterable[Lane]) -> Step:
         """The ops by which compute waits for all copies that lanes have been given."""
         return tuple(join({lane: self.lanes[lane] for lane in lanes}))
 
@@ -64,7 +64,7 @@ def prologue(
     step: Step,
     begin: int,
     kept: Sequence[Copy],
-    lanes: Sequence[Moves],
+    lanes: Sequence[Lane],
     stale: Collection[str] | None = None,
     *,
     jumps: bool = False,
@@ -135,7 +135,7 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in step:
-        if op.stream in MOVES:
+        if op.stream in LANES:
             later.setdefault(op.stream, []).append(op)
             continue
         if isinstance(op, Wait):
@@ -144,6 +144,6 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
                 ops += waiting[:arrived]
                 del waiting[:arrived]
         ops.append(op)
-    for lane in MOVES:
+    for lane in LANES:
         ops += later.get(lane, ())
     return *ops, *events.join(used_lanes(ops))

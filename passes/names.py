@@ -41,8 +41,8 @@ OnPeers = Literal[False, True, "auto"]
 
 # How a prefetch moves its bytes, each kind in a lane of its own, which is in order: "copy" from host memory, "pull" from the
 # devices of the ranks.
-Moves = Literal["copy", "pull"]
-MOVES: tuple[Moves, ...] = get_args(Moves)
+Lane = Literal["copy", "pull"]
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)

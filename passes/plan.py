@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from .errors import ChunkflowError
-from .names import Moves
+from .names import Lane
 from .pieces import from_others
 from .problem import HOST, Problem, Source
 
@@ -102,7 +102,7 @@ class RegionLabel(NamedTuple):
     what: str
 
 
-Lane = Literal["compute", "collective", "copy", "pull", "read", "stall", "barrier", "join"]
+SpanLane = Literal["compute", "collective", "copy", "pull", "read", "stall", "barrier", "join"]
 
 
 class Span(NamedTuple):
@@ -112,7 +112,7 @@ class Span(NamedTuple):
     waits for all copies at the end of a call.
     """
 
-    lane: Lane
+    lane: SpanLane
     name: str
     start: float
     end: float
@@ -170,7 +170,7 @@ class Plan:
         """The names of the weights that are streamed from the devices of the ranks."""
         return frozenset(w.name for w in self.weights if w.home == "peers")
 
-    def lane(self, weight: str) -> Moves:
+    def lane(self, weight: str) -> Lane:
         """The lane of a streamed weight, whatever it streams from: a rank that writes it has it in host memory."""
         return "pull" if weight in self.pulled else "copy"
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .hardware import Hardware
-from .names import Moves
+from .names import Lane
 from .pieces import piece_bytes
 
 
@@ -42,7 +42,7 @@ class Source:
         return self.file and not self.sharded
 
     @property
-    def lane(self) -> Moves:
+    def lane(self) -> Lane:
         return "pull" if self.sharded else "copy"
 
     def shard_bytes(self, nbytes: int) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Literal, NamedTuple
 
-from .names import MOVES, Moves
+from .names import LANES, Lane
 from .plan import Barrier, Plan, Windows, runs
 from .problem import Problem, Weight
 
@@ -54,7 +54,7 @@ class Copy:
     """Chunks ``[first, end)`` of a weight are copied into its slot, started by ``window``; None for resident chunks, which a
     prologue copies.  ``next_step``: whether they serve the next step (wrap-around)."""
 
-    stream: Moves
+    stream: Lane
     weight: str
     first: int
     end: int
@@ -152,13 +152,13 @@ def transfers(step: Step) -> Transfers:
     return before, after
 
 
-def used_lanes(ops: Iterable[Op]) -> list[Moves]:
+def used_lanes(ops: Iterable[Op]) -> list[Lane]:
     """The lanes of the copies among ops."""
     used = {copy.stream for copy in copies(ops)}
-    return [lane for lane in MOVES if lane in used]
+    return [lane for lane in LANES if lane in used]
 
 
-def join(lanes: Mapping[Moves, int]) -> Iterator[Op]:
+def join(lanes: Mapping[Lane, int]) -> Iterator[Op]:
     """Let compute wait for all copies issued so far.  ``lanes``: those that are used, with an event for each."""
     yield from (Record(lane, event) for lane, event in lanes.items())
     yield from (Wait("compute", event) for event in lanes.values())
@@ -181,7 +181,7 @@ class _Streamed(NamedTuple):
     ``first``, ``last``: the regions that read it first and last."""
 
     name: str
-    lane: Moves
+    lane: Lane
     position: int
     kept: _Place
     first: int
@@ -205,7 +205,7 @@ class _Placed(NamedTuple):
     weights, their lanes, newest copies and names.  ``evicted``: by the region that reads them last."""
 
     opened: dict[int, list[tuple[_Place, Copy]]]
-    awaited: dict[int, list[tuple[Moves, _Newest, str]]]
+    awaited: dict[int, list[tuple[Lane, _Newest, str]]]
     evicted: dict[int, list[Evict]]
 
 
@@ -222,7 +222,7 @@ class Scheduler:
             for i, w in enumerate(used)
         ]
         self._lane = {w.name: w.lane for w in self._weights}
-        self._lanes = [lane for lane in MOVES if lane in self._lane.values()]
+        self._lanes = [lane for lane in LANES if lane in self._lane.values()]
         self._runs = [Run(k) for k in range(count)]
         self._starts: list[list[int]] = [[] for _ in range(count + 1)]
         self._finishes: list[list[Finish]] = [[] for _ in range(count + 1)]
@@ -289,7 +289,7 @@ class Scheduler:
             copies.sort()  # by place: no two are equal
         return placed
 
-    def _read(self, awaited: Sequence[tuple[Moves, _Newest, str]]) -> Iterator[_Arrival]:
+    def _read(self, awaited: Sequence[tuple[Lane, _Newest, str]]) -> Iterator[_Arrival]:
         """What compute awaits before a region that is the first to read these weights: the newest of their copies in each
         lane."""
         for lane in self._lanes:
@@ -326,7 +326,7 @@ def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
 
 def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
     """Open a window: each lane waits for its opening before its first copy.  ``marked``: the copies that are awaited."""
-    opening, waiting = events[copies[0][1].window], set[Moves]()
+    opening, waiting = events[copies[0][1].window], set[Lane]()
     ops.append(Record("compute", opening))
     for place, copy in copies:
         if copy.stream not in waiting:
@@ -345,5 +345,5 @@ class _Events(dict[object, int]):
         return number
 
 
-def _lane(weight: Weight) -> Moves:
+def _lane(weight: Weight) -> Lane:
     return weight.source.lane

@@ -13,7 +13,7 @@ import torch
 from conftest import WITHIN
 from fake_graphs import FakeGraph, RecordedStream
 
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
@@ -82,7 +82,7 @@ class FakeCuda:
         self.clock = clock
         self.late = late
         self._waiting = threading.Event()
-        self.engine = Engine((*MOVES, *map(_OF_GRAPHS.format, MOVES)), clock=clock)
+        self.engine = Engine((*LANES, *map(_OF_GRAPHS.format, LANES)), clock=clock)
         weakref.finalize(self, self.engine.end)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
@@ -92,7 +92,7 @@ class FakeCuda:
         self.callers = self._current = FakeStream(self, CallingStream(clock))
         self._recorded: FakeStream | None = None
 
-    def stream(self, moves: Moves = "copy") -> FakeStream:
+    def stream(self, moves: Lane = "copy") -> FakeStream:
         self.calls["stream"] += 1
         return FakeStream(self, self.engine.streams[moves])
 
@@ -104,11 +104,11 @@ class FakeCuda:
         return -1000 * sum(graph.nodes is not None for graph in self.graphs)
 
     @contextlib.contextmanager
-    def capturing(self, pool: FakeGraph | None) -> Iterator[tuple[FakeGraph, dict[Moves, FakeStream]]]:
+    def capturing(self, pool: FakeGraph | None) -> Iterator[tuple[FakeGraph, dict[Lane, FakeStream]]]:
         assert pool is None or pool.pool()
         graph = FakeGraph(self.engine.bell, self.callers.stream)
         compute = graph.stream()
-        lanes = {moves: graph.stream(self.engine.streams[_OF_GRAPHS.format(moves)]) for moves in MOVES}
+        lanes = {moves: graph.stream(self.engine.streams[_OF_GRAPHS.format(moves)]) for moves in LANES}
         self._recorded = FakeStream(self, compute)
         try:
             with graph.recorded(compute, lanes.values()):

@@ -112,7 +112,7 @@ def prefetch_after_the_reader(program: Program, rng: random.Random) -> Program |
 
 
 def prefetch_before_its_window(program: Program, rng: random.Random) -> Program | None:
-    """Moves a prefetch to the start of the step, into the first window."""
+    """Lane a prefetch to the start of the step, into the first window."""
     node = _pick(program, rng, PREFETCH)
     first = next((n for n in program.module.graph.nodes if n.op == "call_module"), None)
     if node is None or first is None or node.args[3] == 0:
@@ -187,7 +187,7 @@ def evict_before_the_reader(program: Program, rng: random.Random) -> Program | N
 
 
 def another_slot(program: Program, rng: random.Random) -> Program | None:
-    """Moves a weight to the slot of another."""
+    """Lane a weight to the slot of another."""
     streamed = program.plan.streamed
     if len(streamed) < 2:
         return None

@@ -18,7 +18,7 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.arena_contents import ArenaContents
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.pieces import Pieces
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import Bytes
 
 Turn = tuple[Program, torch.Tensor]
 _RNG = random.Random(0)
@@ -68,7 +68,7 @@ class CycleBench(Runs):
         self.cycle = write(calls, random_plan(problem_of(calls), self.chosen, inside=True))
         self.states = weakref.WeakKeyDictionary[Arena, ArenaContents]()
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> Bytes:
         return self.pieces.get(name, super().source(name))
 
     def running(self, cycle: Cycle) -> CycleBench:

@@ -36,7 +36,7 @@ from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes
 from chunkflow_compile.weights.pieces import Pieces
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import Bytes
 
 CHUNK = 512
 MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
@@ -188,7 +188,7 @@ class Runs:
         values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in names}
         return Binding(arena, values, slots, {n: self.source(n) for n in slots}, *more)
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> Bytes:
         """The bytes of a weight that its copies read."""
         return flat_bytes(self.weights[name])
 
@@ -245,7 +245,7 @@ class PeersBench(Bench):
         for name in names:
             self.pieces[name] = _dealt(flat_bytes(self.weights[name]), ranks, rng.randrange(ranks))
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> Bytes:
         return self.pieces.get(name, super().source(name))
 
 

@@ -9,7 +9,7 @@ from chunkflow_compile.passes.cost.count import node_flops
 from chunkflow_compile.passes.graph.sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.plan import Lane, Plan, WeightPlan, span_name
+from chunkflow_compile.passes.plan import Plan, SpanLane, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.step import Copy
 from chunkflow_compile.units import size
@@ -107,7 +107,7 @@ class Annotator(FlopNotes):
             return self._weight(line.weight)
         return super().note(line)
 
-    def _seconds(self, lane: Lane, name: str, uncontended_s: float) -> float:
+    def _seconds(self, lane: SpanLane, name: str, uncontended_s: float) -> float:
         """What the plan predicts, perhaps for other hardware; includes what copies and collectives add to each other.
 
         ``uncontended_s``: in place of that, without a prediction.

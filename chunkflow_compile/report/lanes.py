@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import weight_label
-from chunkflow_compile.passes.names import MOVES
+from chunkflow_compile.passes.names import LANES
 from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs, span_chunks, span_name
 from chunkflow_compile.units import size
 
@@ -181,7 +181,7 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
 def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
     step = plan.predicted.step_s if plan.predicted is not None else 0.0
     compute = [s for s in spans if s.lane == "compute"]
-    copies = {s.name: s for s in spans if s.lane in MOVES}
+    copies = {s.name: s for s in spans if s.lane in LANES}
     for weight in plan.streamed:
         block = plan.regions[weight.first_use].block
         label = weight_label(weight.name, block)

@@ -25,7 +25,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.locks import ProcessLock, aside
 from chunkflow_compile.weights.progress import moving
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import Bytes
 from chunkflow_compile.weights.staging import GpuStagings
 
 from .arena_contents import ArenaContents
@@ -92,7 +92,7 @@ class Binding:
     arena: Arena
     values: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
-    hosts: Mapping[str, Source]
+    hosts: Mapping[str, Bytes]
     state: ArenaContents | None = None
 
 

@@ -19,7 +19,7 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import Bytes
 
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite
@@ -197,7 +197,7 @@ class BoundCycle:
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
             self.arena.release(self)  # programs of another arena read the old copy
 
-    def _moved(self, name: str, bound: Source) -> bool:
+    def _moved(self, name: str, bound: Bytes) -> bool:
         """Whether the bytes of a weight are no longer where they were bound, or were pinned and are not.
 
         A weight leaves the drive, and the memory and the devices that ranks share, when it is written.

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import MOVES, Moves
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.passes.names import LANES, Lane
+from chunkflow_compile.weights.source import Bytes
 
 from .cuda_streams import CudaStream, StagedCopies
 from .cuda_time import Clock, Frame
@@ -42,7 +42,7 @@ class CudaDevice(Device):
         self._clock = Clock(lambda: cuda.event(True))
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
-        self._handover, self._issued = self.event(), [self.event() for _ in MOVES]
+        self._handover, self._issued = self.event(), [self.event() for _ in LANES]
         self._launched: torch.cuda.Event | None = None  # after the newest graph
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
@@ -87,17 +87,17 @@ class CudaDevice(Device):
             self.cuda.record_stream(self._memory, made.stream)
         return made
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
         lane = self.pull if moves == "pull" and self.pull is not None else self.copy
         lane.copy_bytes(target, source)
 
-    def copy_all(self, copies: Sequence[NamedCopy], moves: Moves = "copy") -> None:
+    def copy_all(self, copies: Sequence[NamedCopy], moves: Lane = "copy") -> None:
         if self.cuda.profiled():  # each has its name there
             super().copy_all(copies, moves)
         else:  # as one: to change the current stream takes the host longer than a copy
             self.lane(moves).run(partial(self._copy_each, copies, moves))
 
-    def _copy_each(self, copies: Sequence[NamedCopy], moves: Moves) -> None:
+    def _copy_each(self, copies: Sequence[NamedCopy], moves: Lane) -> None:
         for target, source, _ in copies:
             self.copy_bytes(target, source, moves)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.weights.source import Bytes, DriveBytes
 from chunkflow_compile.weights.staging import Staging
 
 from .cuda_time import Clock, Frame
@@ -95,7 +95,7 @@ class CudaStream:
         except RuntimeError as error:
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of this stream."""
         assert not isinstance(source, Reading), "weights on the drive are staged"
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
@@ -148,7 +148,7 @@ class StagedCopies(CudaStream):
 
         self._put(issue)
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading) -> None:
         if isinstance(source, Reading):
             values, _ = source.acquire()
             self.cuda.copy(target, values)

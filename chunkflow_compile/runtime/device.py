@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.units import is_size
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_weight import with_index
 from chunkflow_compile.weights.pieces import Pieces
-from chunkflow_compile.weights.source import Source, take
+from chunkflow_compile.weights.source import Bytes, take
 
 from .cuda import CudaDevice
 from .device_base import Device, StepEnd
@@ -48,7 +48,7 @@ class _HostDevice(Device):
     def _make_pull(self) -> ThreadStream:
         return self.engine.streams["pull"]
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
         lane = self.engine.streams[moves]
         since = lane.since
         if isinstance(source, Reading):
@@ -86,7 +86,7 @@ class CpuDevice(_HostDevice):
     name = "cpu"
 
     def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC, peers: Port | None = None) -> None:
-        super().__init__(Engine(MOVES, clock=clock), port, peers)
+        super().__init__(Engine(LANES, clock=clock), port, peers)
         self.compute = self.collective = CallingStream(clock)
 
 
@@ -106,7 +106,7 @@ class ThreadsDevice(_HostDevice):
         clock: HostClock = MONOTONIC,
         peers: Port | None = None,
     ) -> None:
-        super().__init__(Engine(("compute", "collective", *MOVES), choose, before, clock), port, peers)
+        super().__init__(Engine(("compute", "collective", *LANES), choose, before, clock), port, peers)
         self.compute = self.engine.streams["compute"]
         self.collective = self.engine.streams["collective"]
 

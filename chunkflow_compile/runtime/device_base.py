@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.step import Stream as StreamName
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import Bytes
 
 from .host_clock import MONOTONIC, HostClock
 from .read_ahead import Reading
@@ -29,7 +29,7 @@ FIRST_STEPS = 16
 EVERY = 17
 
 # A copy to the device: target and source (uint8, equal sizes), and its name for profilers.
-NamedCopy = tuple[torch.Tensor, Source | Reading, str]
+NamedCopy = tuple[torch.Tensor, Bytes | Reading, str]
 
 # Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
@@ -96,7 +96,7 @@ class Device:
         """A new event, with no mark."""
         raise NotImplementedError
 
-    def lane(self, moves: Moves) -> Stream:
+    def lane(self, moves: Lane) -> Stream:
         """The stream of a lane."""
         if moves == "copy":
             return self.copy
@@ -117,9 +117,9 @@ class Device:
         return self.collective if name == "collective" else self.lane(name)
 
     @property
-    def moves(self) -> tuple[Moves, ...]:
+    def moves(self) -> tuple[Lane, ...]:
         """The names of the lanes that there are so far."""
-        return MOVES[:1] if self.pull is None else MOVES
+        return LANES[:1] if self.pull is None else LANES
 
     @property
     def lanes(self) -> tuple[Stream, ...]:
@@ -143,11 +143,11 @@ class Device:
     def stage(self) -> None:
         """From now on, some copies come from memory that could not be pinned."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of a lane."""
         raise NotImplementedError
 
-    def copy_all(self, copies: Sequence[NamedCopy], moves: Moves = "copy") -> None:
+    def copy_all(self, copies: Sequence[NamedCopy], moves: Lane = "copy") -> None:
         """Enqueue copies that nobody times in a lane."""
         for target, source, name in copies:
             self.lane(moves).run(partial(self.copy_bytes, target, source, moves), None, name)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program, issued
@@ -81,7 +81,7 @@ class Executor:
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
         # those for no stale weights, made when they are first needed: few calls of a cycle ever begin a pass
-        self._prologues: dict[tuple[bool, Sequence[Moves]], list[Issue]] = {}
+        self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self._reads: ReadOrder | None = None
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
@@ -211,7 +211,7 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
     return issue
 
 
-def _copy(target: Target, copies: Sequence[NamedCopy], moves: Moves, step: RunningStep) -> None:
+def _copy(target: Target, copies: Sequence[NamedCopy], moves: Lane, step: RunningStep) -> None:
     """Enqueue copies in a lane."""
     device = target.device
     if step.cost.windows is None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.names import Moves
-from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.passes.names import Lane
+from chunkflow_compile.weights.source import Bytes, DriveBytes
 
 from .device_base import Device, Waited, Watch
 from .read_ahead import Reading
@@ -55,7 +55,7 @@ class Recorder(Device):
     name = "cuda"
     records = True
 
-    def __init__(self, cuda: TorchCuda, lanes: Mapping[Moves, torch.cuda.Stream]) -> None:
+    def __init__(self, cuda: TorchCuda, lanes: Mapping[Lane, torch.cuda.Stream]) -> None:
         self._cuda = cuda
         self._streams = lanes
         self.copy = _Lane(cuda, lanes["copy"])
@@ -67,6 +67,6 @@ class Recorder(Device):
     def event(self) -> torch.cuda.Event:
         return self._cuda.event(False)
 
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading, moves: Moves = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
         assert not isinstance(source, DriveBytes | Reading), "weights on the drive are not recorded"
         self._cuda.copy(target, source)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.weights.pieces import Pieces
 
 from .cuda_pulls import pull
@@ -32,7 +32,7 @@ class TorchCuda:
         self._device = device
         self._traced = any(variable in os.environ for variable in _OF_NSIGHT)
 
-    def stream(self, moves: Moves = "copy") -> torch.cuda.Stream:
+    def stream(self, moves: Lane = "copy") -> torch.cuda.Stream:
         """The stream of a lane: one for each GPU, for the life of the process."""
         return _lane_stream(self._device, moves)
 
@@ -107,7 +107,7 @@ class TorchCuda:
     @contextlib.contextmanager
     def capturing(
         self, shares: torch.cuda.CUDAGraph | None
-    ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Moves, torch.cuda.Stream]]]:
+    ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
         """Record what the context enqueues on the current stream as a CUDA graph: that one and the streams of its lanes.
 
         ``shares``: a graph whose pool of memory it shares, None for one of its own.
@@ -145,19 +145,19 @@ _PRIORITY = -2
 
 
 @cache
-def _lane_stream(device: torch.device, moves: Moves) -> torch.cuda.Stream:
+def _lane_stream(device: torch.device, moves: Lane) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
 @cache
 def _capture_streams(
     device: torch.device,
-) -> tuple[threading.Lock, torch.cuda.Stream, Mapping[Moves, torch.cuda.Stream]]:
+) -> tuple[threading.Lock, torch.cuda.Stream, Mapping[Lane, torch.cuda.Stream]]:
     """The streams on which calls are recorded, of compute and of the lanes, and who records holds the lock.
 
     Nothing ever runs on them.  The nodes of a graph have the priorities of their streams: compute that of the caller's.
     """
-    lanes: dict[Moves, torch.cuda.Stream] = {moves: torch.cuda.Stream(device, priority=_PRIORITY) for moves in MOVES}
+    lanes: dict[Lane, torch.cuda.Stream] = {moves: torch.cuda.Stream(device, priority=_PRIORITY) for moves in LANES}
     return threading.Lock(), torch.cuda.Stream(device), lanes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 
 from .measurement import WindowSeconds
 
@@ -54,13 +54,13 @@ class Traffic:
 
     def __init__(self) -> None:
         self._counted = 0
-        self._lanes: dict[Moves, deque[Transfer]] = {moves: deque() for moves in MOVES}
+        self._lanes: dict[Lane, deque[Transfer]] = {moves: deque() for moves in LANES}
         self._collectives: deque[Transfer] = deque()
         # collectives and pulls that ran beside copies still in flight
         self._settled: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 
-    def copy(self, nbytes: int, moves: Moves = "copy") -> Transfer:
+    def copy(self, nbytes: int, moves: Lane = "copy") -> Transfer:
         """A copy that is about to run in a lane."""
         return Transfer(self._lanes[moves], nbytes)
 
@@ -83,7 +83,7 @@ class Traffic:
             collective.windows.collective_s[collective.window] += seconds
             collective.windows.beside_s[collective.window] += seconds * any(overlaps)
         self._settled.extend(fresh)
-        ended: dict[Moves, list[Transfer]] = {moves: list(_ended(lane, now)) for moves, lane in self._lanes.items()}
+        ended: dict[Lane, list[Transfer]] = {moves: list(_ended(lane, now)) for moves, lane in self._lanes.items()}
         self._pulled.extend(ended["pull"])
         pulls = [*self._pulled, *list(self._lanes["pull"])]
         free = [copy for copy, overlaps in _overlaps(ended["copy"], list(self._settled)) if not overlaps]

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import Moves, Sharded
+from chunkflow_compile.passes.names import Lane, Sharded
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
 from chunkflow_compile.passes.problem import HOST, Collective, Problem
@@ -98,7 +98,7 @@ class _Gathering(Playback):
         self._advance_to(self.collectives, item.collective)
         self.step.exposed_s += self.now - reached
 
-    def _end_copy(self, moves: Moves) -> None:
+    def _end_copy(self, moves: Lane) -> None:
         shard = self.lanes[moves].ops[0].op.weight
         super()._end_copy(moves)
         super()._run(Start(self.gather_of[shard]))

@@ -53,7 +53,7 @@ from .mapping import close_pages
 from .packed import Packed
 from .pieces import Pieces
 from .pinning import HostReader, Pins
-from .source import Source as Bytes
+from .source import Bytes
 from .staging import GpuStagings
 from .store import Export, Store
 

@@ -171,10 +171,10 @@ class DriveBytes:
 
 
 # Where the bytes of a copy to the device come from.
-Source = torch.Tensor | DriveBytes | Pieces
+Bytes = torch.Tensor | DriveBytes | Pieces
 
 
-def take(target: torch.Tensor, source: Source) -> None:
+def take(target: torch.Tensor, source: Bytes) -> None:
     """Copy bytes into host memory (uint8, equal sizes) on the calling thread, wherever they are."""
     if isinstance(source, DriveBytes):
         source.read(target)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .bytes import copy_host_bytes, flat_bytes
-from .source import Source, take
+from .source import Bytes, take
 
 # Large enough that a copy of one piece hides the start of the next, small enough to be pinned where nothing else can be.
 PIECE = 16 << 20
@@ -39,7 +39,7 @@ class Staging:
     def pinned(self) -> bool:
         return bool(self._pieces)
 
-    def to_device(self, target: torch.Tensor, source: Source) -> None:
+    def to_device(self, target: torch.Tensor, source: Bytes) -> None:
         """Copy bytes of the host or the drive to the device (uint8, equal sizes); it returns when all is enqueued."""
         for (piece, free), span in self._spans(source.numel()):
             free.synchronize()

@@ -28,7 +28,7 @@ from itertools import chain, cycle
 from typing import Generic, Literal, TypeVar
 
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.ring import ring_bytes, room
 from chunkflow_compile.passes.step import Copy
 
@@ -67,7 +67,7 @@ class Transfer:
     nbytes: int
     copy_s: float
     read_s: float | None
-    use: Moves = "copy"
+    use: Lane = "copy"
 
 
 class Queue(Generic[Op]):

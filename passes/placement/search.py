@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.step import Scheduler, Step, copies
@@ -86,7 +86,7 @@ class Planner:
             outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
         self.resident = simulator.play(self.scheduler.step({}))
-        self.links: dict[Moves, Link] = {use: link_of(self.resident, simulator, joins, use) for use in MOVES}
+        self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
@@ -299,7 +299,7 @@ class Planner:
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
         """Those by which no copy of a step runs while a collective uses its link; while any runs, if none shares a link."""
-        uses = [use for use in MOVES if self.simulator.taking_the_link(use)] or MOVES
+        uses = [use for use in LANES if self.simulator.taking_the_link(use)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
         return barriers(self.problem, step, lanes)
 

@@ -17,9 +17,9 @@ from typing import Literal
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.pieces import from_others
-from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
+from chunkflow_compile.passes.plan import Plan, Span, SpanLane, span_name
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.step import (
     Copy,
@@ -112,13 +112,13 @@ class Simulator:
                 raise ChunkflowError(f"Weights lie in pieces on the devices of {ranks} ranks, but {why}")
         self._pulls: dict[tuple[str, int, int], float] = {}
 
-    def taking_the_link(self, use: Moves = "copy") -> frozenset[str]:
+    def taking_the_link(self, use: Lane = "copy") -> frozenset[str]:
         """The collectives that slow or hold copies, or pulls, in flight: on a link that both share all, else those on copy
         engines."""
         shared = self.hardware.shared_link or use == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
-    def use(self, weight: str) -> Moves:
+    def use(self, weight: str) -> Lane:
         """The lane of the weight's copies."""
         return self.sources[weight].lane
 
@@ -179,8 +179,8 @@ class Playback:
         self.stretch = stretches(simulator.hardware)
         self.items = list(_played(simulator, step))
         transfers = [item for item in self.items if isinstance(item, Transfer)]
-        self.lanes: dict[Moves, Queue[Transfer]] = {moves: Queue() for moves in MOVES}
-        self.moving: tuple[Moves, ...] = ()  # the lanes in which one is in flight
+        self.lanes: dict[Lane, Queue[Transfer]] = {moves: Queue() for moves in LANES}
+        self.moving: tuple[Lane, ...] = ()  # the lanes in which one is in flight
         self.collectives: Queue[int] = Queue()
         self.phase: Phase = "latency"  # of the first collective
         self.drive = Drive([t for t in transfers if t.read_s is not None])
@@ -245,7 +245,7 @@ class Playback:
             lane = self.lanes[_moves(item)]
             self.marks[item.event] = lane, lane.issued
 
-    def _record(self, lane: Lane, name: str, start: float) -> None:
+    def _record(self, lane: SpanLane, name: str, start: float) -> None:
         if self.recording:
             self.spans.append(Span(lane, name, start, self.now))
 
@@ -266,7 +266,7 @@ class Playback:
         if self.now > reached:
             self._record("join", END_OF_CALL, reached)
 
-    def _wait(self, weight: str, lane: Lane) -> None:
+    def _wait(self, weight: str, lane: SpanLane) -> None:
         reached, step = self.now, self.step
         self._advance_to(self.lanes[self.simulator.use(weight)], weight)
         waited = self.now - reached
@@ -325,7 +325,7 @@ class Playback:
             factor *= self.stretch[use, moves]
         return factor
 
-    def _slower(self, moves: Moves, collective: object) -> float:
+    def _slower(self, moves: Lane, collective: object) -> float:
         """The factor by which the rest of what is in flight stretches a copy.  ``collective``: whether one is."""
         factor = self.stretch.get((moves, self.phase), 1.0) if collective else 1.0
         for other in self.moving if len(self.moving) > 1 else ():
@@ -339,7 +339,7 @@ class Playback:
             return False
         return self.simulator.by_engine[self.collectives.ops[0]]
 
-    def _start_copy(self, moves: Moves) -> None:
+    def _start_copy(self, moves: Lane) -> None:
         """Start the first copy of a lane, if it waits, its bytes are read and the engine is free."""
         lane = self.lanes[moves]
         if lane.left != IDLE or not lane.ops:
@@ -351,7 +351,7 @@ class Playback:
         self.live += transfer.nbytes
         self.step.peak_bytes = max(self.step.peak_bytes, self.live)
 
-    def _end_copy(self, moves: Moves) -> None:
+    def _end_copy(self, moves: Lane) -> None:
         transfer, self.moving = self.lanes[moves].end(), tuple(m for m in self.moving if m != moves)
         self.arrival[transfer.op.weight] = self.now
         self._record(moves, transfer.name, self.lanes[moves].start)
@@ -393,7 +393,7 @@ class Playback:
         self._record("collective", self.simulator.problem.collectives[index].name, self.collectives.start)
         if self.collectives.ops:
             self._start_collective()
-        for moves in MOVES:
+        for moves in LANES:
             self._start_copy(moves)
 
 
@@ -432,7 +432,7 @@ def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[Stall]:
             yield Stall("stall", tuple(weights if len(together) == 1 else sorted(weights)))
 
 
-def _moves(record: Record) -> Moves:
+def _moves(record: Record) -> Lane:
     """The lane that a join marks."""
     assert record.stream == "copy" or record.stream == "pull"
     return record.stream

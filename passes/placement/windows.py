@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
@@ -42,7 +42,7 @@ class Chunk:
     seconds: float
     first: int
     last: int
-    use: Moves = "copy"
+    use: Lane = "copy"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Link:
     opens: tuple[float, ...]
 
 
-def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Moves = "copy") -> Link:
+def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Lane = "copy") -> Link:
     """The free time of the link of a lane in the resident step.  ``joins``: as in a Plan.
 
     A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.forms import CallEvents, prologue, resident
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
@@ -110,7 +110,7 @@ class Cycle:
         return marks(self._issued)
 
     def prologue(
-        self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
+        self, call: int, lanes: Sequence[Lane] = LANES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
         """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))

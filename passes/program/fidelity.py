@@ -16,7 +16,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import flow_line
 from chunkflow_compile.passes.kernel_calls import kernel_name, written_by
-from chunkflow_compile.passes.names import MOVES
+from chunkflow_compile.passes.names import LANES
 from chunkflow_compile.passes.ops import transfer_of
 from chunkflow_compile.passes.step import weights_of
 
@@ -56,7 +56,7 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
             for weight in weights_of(op):
                 if weight not in moved:
                     yield f"{weight}: {node.name} moves it, but it is not streamed"
-                elif op.stream in MOVES and op.stream != program.plan.lane(weight):
+                elif op.stream in LANES and op.stream != program.plan.lane(weight):
                     yield f"{weight}: {node.name} copies it in lane {op.stream!r}, but the plan has another"
     for node in program.module.graph.nodes:
         if node.op == "placeholder" and node.name in streamed:

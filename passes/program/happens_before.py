@@ -38,7 +38,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.forms import captured
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is_wait_tensor, list_of
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Stream, Wait
 
@@ -183,7 +183,7 @@ class HappensBefore:
         self.turns = tuple(Cycle.of(turn) for turn in turns)
         self.steps = steps
         forms = repeat(form)
-        lanes = MOVES if any(turn.plan.pulled for turn in self.turns) else MOVES[:1]
+        lanes = LANES if any(turn.plan.pulled for turn in self.turns) else LANES[:1]
         unrolled = (_unroll(cycle, turn, steps, forms, lanes) for turn, cycle in enumerate(self.turns))
         self.ops: list[Issued] = [op for ops in unrolled for op in ops]
         self.graph = nx.DiGraph()
@@ -202,7 +202,7 @@ class HappensBefore:
         """The copy whose arrival the wait at an index awaits; None if that was not recorded."""
         at: int | None = wait
         while at is not None and self.ops[at].copy is None:
-            at = next((i for i in self.graph.predecessors(at) if self.ops[i].stream in MOVES), None)
+            at = next((i for i in self.graph.predecessors(at) if self.ops[i].stream in LANES), None)
         return at
 
     def _count(self) -> _Clocks:
@@ -213,14 +213,14 @@ class HappensBefore:
         for i in aside:
             earlier = list(self.graph.predecessors(i))
             before[i] = max((before[j] for j in earlier), default=-1)
-            if (stream := self.ops[i].stream) in MOVES:
+            if (stream := self.ops[i].stream) in LANES:
                 lane[i] = next((lane[j] for j in earlier if self.ops[j].stream == stream), i)
         for i in reversed(aside):
             after[i] = min((after[j] for j in self.graph.successors(i)), default=count)
         return _Clocks(before, after, lane)
 
 
-def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: Sequence[Moves]) -> Iterator[Issued]:
+def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: Sequence[Lane]) -> Iterator[Issued]:
     for op in cycle.prologue(0, lanes):
         yield Issued(op, _label(op), turn=turn)
     calls = [list(issued_by(call)) for call in cycle.calls]

@@ -8,7 +8,7 @@ import pytest
 from problems import CHUNK, MACHINE, problem, weight
 
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import HOST, Problem, Source
@@ -28,7 +28,7 @@ ALL = Source(file=True, values=3 * CHUNK, ranks=2)
         (ALL, "pull", False, CHUNK),
     ],
 )
-def test_the_lane_comes_from_the_source(source: Source, lane: Moves, reads: bool, shard: int) -> None:
+def test_the_lane_comes_from_the_source(source: Source, lane: Lane, reads: bool, shard: int) -> None:
     """A sharded weight is pulled, wherever the bytes are that its rank has itself."""
     assert (source.lane, source.reads_file, source.shard_bytes(2 * CHUNK)) == (lane, reads, shard)
 

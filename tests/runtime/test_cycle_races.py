@@ -17,7 +17,7 @@ from random_programs import Choices, Layer, Spec, examples
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes.errors import FindingError
-from chunkflow_compile.passes.names import MOVES, Moves
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.ops import PREFETCH, WAIT
 from chunkflow_compile.passes.program.cycle import Cycle, prefetches, rewritten
 from chunkflow_compile.passes.program.rewrite import ops_of
@@ -111,7 +111,7 @@ def test_what_verify_accepts_of_a_call_in_a_cycle_is_right(
 
 
 def prefetch_in_another_call(cycle: Cycle, rng: random.Random) -> Cycle | None:
-    """Moves a prefetch to the end of another call, with its window."""
+    """Lane a prefetch to the end of another call, with its window."""
     found = [(i, node) for i, call in enumerate(cycle.calls) for node, _ in prefetches(call)]
     if not found or len(cycle.calls) < 2:
         return None
@@ -132,7 +132,7 @@ class JumpsOtherwise(Cycle):
     ops_first: Step
 
     def prologue(
-        self, call: int, lanes: Sequence[Moves] = MOVES, stale: Collection[str] | None = None, *, jumps: bool = False
+        self, call: int, lanes: Sequence[Lane] = LANES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
         if jumps and call == self.call:
             return tuple(op for op in self.ops_first if op.stream in ("compute", *lanes))
@@ -145,11 +145,11 @@ def _jumps_otherwise(cycle: Cycle, call: int, ops: Step) -> Cycle:
 
 def forget_a_copy(cycle: Cycle, rng: random.Random) -> Cycle | None:
     """A jump leaves out a copy of what is on its way or in use."""
-    found = [(i, copy) for i in range(1, len(cycle.calls)) for copy in copies(cycle.prologue(i, MOVES[:1], jumps=True))]
+    found = [(i, copy) for i in range(1, len(cycle.calls)) for copy in copies(cycle.prologue(i, LANES[:1], jumps=True))]
     if not found:
         return None
     call, left_out = rng.choice(found)
-    ops = cycle.prologue(call, MOVES[:1], jumps=True)
+    ops = cycle.prologue(call, LANES[:1], jumps=True)
     return _jumps_otherwise(cycle, call, tuple(op for op in ops if op != left_out))
 
 
@@ -157,7 +157,7 @@ def take_a_border_for_another(cycle: Cycle, rng: random.Random) -> Cycle | None:
     """A jump to a call issues first what a jump to another call does."""
     call = rng.randrange(1, len(cycle.calls))
     other = rng.choice([i for i in range(len(cycle.calls)) if i != call])
-    return _jumps_otherwise(cycle, call, cycle.prologue(other, MOVES[:1], jumps=True))
+    return _jumps_otherwise(cycle, call, cycle.prologue(other, LANES[:1], jumps=True))
 
 
 def _with_plan(cycle: Cycle, plan: object) -> Cycle:

@@ -15,7 +15,7 @@ from random_programs import Choices, Layer, Spec
 from chunkflow_compile.passes import pieces as geometry
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import captured
-from chunkflow_compile.passes.names import Moves
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.ops import PREFETCH
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import issued, source_of
@@ -25,7 +25,7 @@ from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device_base import Device, StepEnd, Waited, Watch
 from chunkflow_compile.runtime.target import Cost, RunningStep, Target
-from chunkflow_compile.weights.source import Source, take
+from chunkflow_compile.weights.source import Bytes, take
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -86,7 +86,7 @@ class LoggingDevice(Device):
     def close(self) -> None:
         """There are no threads."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Source, moves: Moves = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes, moves: Lane = "copy") -> None:
         """Lists the copy, by the bytes that it writes: resident ones if they are of no window."""
         of = self.target
         assert of is not None
