@@ -95,6 +95,7 @@ def test_other_phases_give_way_to_an_arena_that_grows(shared: Any) -> None:
     """A cycle fetches a weight for each call that reads it: its arena may be larger than the weights of the phase."""
     pipe, budget = shared
     Allocator(budget)
+    WAN.generate(pipe)  # the test before may have ended its programs, and with them the arenas
     phase = budget.phase_of(pipe.transformer)
     others = budget._held_by_others(phase)
     assert phase.streamed < phase.budget - phase.kept and others > 0

@@ -19,13 +19,13 @@ from chunkflow_compile.passes.program import happens_before
 def unrolled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The labels of the ops that were unrolled."""
     labels: list[str] = []
-    op = happens_before.Op
+    issued = happens_before.Issued
 
-    def counted(*args: Any, **kwargs: Any) -> happens_before.Op:
-        labels.append(args[4])
-        return op(*args, **kwargs)
+    def counted(*args: Any, **kwargs: Any) -> happens_before.Issued:
+        labels.append(args[1])
+        return issued(*args, **kwargs)
 
-    monkeypatch.setattr(happens_before, "Op", counted)
+    monkeypatch.setattr(happens_before, "Issued", counted)
     yield labels
 
 
