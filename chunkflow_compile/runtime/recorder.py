@@ -1,6 +1,6 @@
 """Recorder: the streams of a GPU while a call is recorded as a CUDA graph.
 
-The ops of the call in that form (:func:`step.captured`) are issued to it as to the GPU itself.
+The ops of the call in that form (:func:`forms.captured`) are issued to it as to the GPU itself.
 """
 
 from __future__ import annotations
