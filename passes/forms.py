@@ -65,21 +65,24 @@ def prologue(
     begin: int,
     kept: Sequence[Copy],
     lanes: Sequence[Lane],
+    events: CallEvents,
     stale: Collection[str] | None = None,
     *,
     jumps: bool = False,
 ) -> Step:
     """What is issued before a call, so that it finds in the arena what a pass without jumps leaves there.
 
-    ``step``: of all calls.  ``begin``: the index of the first op of the call.  ``kept``: see :func:`resident`.  ``lanes``: of
-    the device.  At a cold start, everything is copied.  If ``jumps``, or with ``stale`` weights, which were rewritten, the
-    arena has the resident chunks of all others; without ``jumps``, also what is on its way here or in use.
+    ``step``, ``events``: of all calls.  ``begin``: the index of the first op of the call.  ``kept``: see :func:`resident`.
+    ``lanes``: of the device.
+
+    At a cold start, everything is copied.  If ``jumps``, or with ``stale`` weights, which were rewritten, the arena has the
+    resident chunks of all others; without ``jumps``, also what is on its way here or in use.
 
     Compute waits for the copies if a weight has been waited for in a call before, and for stale weights: the event that a
     reader awaits may be that of another copy.
     """
     cold = stale is None and not jumps
-    stale, events = stale or (), CallEvents.of(step)
+    stale = stale or ()
     # nothing else orders what one lane has in flight before the copies of the other
     ops = [*events.join(lanes)] if len(lanes) > 1 else []
     ops += [Record("compute", events.handover), *(Wait(lane, events.handover) for lane in lanes)]

@@ -114,7 +114,7 @@ class Cycle:
     ) -> Step:
         """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
-        return prologue(self._issued, begin, self._kept, lanes, stale, jumps=jumps)
+        return prologue(self._issued, begin, self._kept, lanes, self.events, stale, jumps=jumps)
 
     @cached_property
     def _issued(self) -> Step:

@@ -224,17 +224,21 @@ def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: S
     for op in cycle.prologue(0, lanes):
         yield Issued(op, _label(op), turn=turn)
     calls = [list(issued_by(call)) for call in cycle.calls]
+    graphs = [_captured(cycle, call) for call in calls] if cycle.plan.joins else []
     tail = [Issued(op, "tail of the eager copies", turn=turn) for op in cycle.events.join(lanes)]
     for step in range(steps):
         for number, call in enumerate(calls):
-            if next(forms) and cycle.plan.joins:
+            if next(forms) and graphs:
                 yield from (each._replace(step=step, call=number) for each in tail)
-                of = {each.op: each for each in call}
-                for op in captured([each.op for each in call], cycle.events):
-                    each = of.get(op) or Issued(op, "join")
-                    yield each._replace(turn=turn, step=step, call=number, captured=True)
+                yield from (each._replace(turn=turn, step=step, call=number, captured=True) for each in graphs[number])
             else:
                 yield from (each._replace(turn=turn, step=step, call=number) for each in call)
+
+
+def _captured(cycle: Cycle, call: Sequence[Issued]) -> list[Issued]:
+    """The ops of a call of a cycle in a CUDA graph."""
+    of = {each.op: each for each in call}
+    return [of.get(op) or Issued(op, "join") for op in captured((each.op for each in call), cycle.events)]
 
 
 def issued_by(program: Program) -> Iterator[Issued]:
