@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import OnPeers, Pack, Policy, Yield
+from chunkflow_compile.passes.names import Hoist, OnPeers, Pack, Policy, Yield
 from chunkflow_compile.units import Size, parse_bytes
 
 # The longest step where the user gives neither a budget nor a slowdown.
@@ -23,6 +23,8 @@ class Goal:
     predicted to be shorter within ``memory``.
     ``peers``: the same for those that lie in pieces on the devices of the ranks.  "auto" also chooses without ``memory``, for
     fewer bytes on the device.
+    ``hoist``: whether products that no latent reaches are computed once for many steps (graph/hoist.py), so that their
+    weights need not be streamed in each; "auto" where a step is then predicted to be shorter.
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores a
     field.
     """
@@ -33,6 +35,7 @@ class Goal:
     yields: Yield = "auto"
     pack: Pack | frozenset[str] = False
     peers: OnPeers | frozenset[str] = False
+    hoist: Hoist = False
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.slowdown is not None:
@@ -44,16 +47,20 @@ class Goal:
         ignored = f"yield={self.yields}" if self.yields != "auto" else ""
         if self.slowdown is not None:
             ignored = f"slowdown={self.slowdown}"
+        if self.hoist is True:
+            ignored = "hoist=True"
         if ignored and self.policy != "chunkflow":
             raise ChunkflowError(
                 f"Policy {self.policy} has one plan only: {ignored} would change nothing; leave it out."
             )
 
     @staticmethod
-    def given(memory: Size | None, slowdown: float | None, policy: Policy, yields: Yield, pack: Pack) -> Goal:
+    def given(
+        memory: Size | None, slowdown: float | None, policy: Policy, yields: Yield, pack: Pack, hoist: Hoist = False
+    ) -> Goal:
         """The goal that a user gives.  Raises ChunkflowError also if ``memory`` is not a size."""
         budget = None if memory is None else 0  # what excludes each other is reported before a missing unit
-        goal = Goal(memory=budget, slowdown=slowdown, policy=policy, yields=yields, pack=pack)
+        goal = Goal(memory=budget, slowdown=slowdown, policy=policy, yields=yields, pack=pack, hoist=hoist)
         return goal if memory is None else replace(goal, memory=parse_bytes(memory, "memory"))
 
     @property
@@ -64,7 +71,7 @@ class Goal:
     def aimed_at(self, other: Goal | None) -> Goal:
         """This goal for the budget or the step of ``other``, and for its policy; the same goal for None.
 
-        ``yields`` is kept where the policy depends on it.  Which weights are packed and sharded is kept, too.
+        ``yields`` is kept where the policy depends on it.  Which weights are packed, sharded and hoisted is kept, too.
         """
         if other is None:
             return self

@@ -39,6 +39,9 @@ Pack = Literal[False, True, "auto"]
 # to be shorter.
 OnPeers = Literal[False, True, "auto"]
 
+# Whether products of slow inputs are computed once for many steps (graph/hoist.py): "auto" where that is predicted to pay.
+Hoist = Literal[False, True, "auto"]
+
 # How a prefetch moves its bytes, each kind in a lane of its own, which is in order: "copy" from host memory, "pull" from the
 # devices of the ranks.
 Lane = Literal["copy", "pull"]

@@ -46,9 +46,9 @@ MOST_JOIN_LOSS = 0.01
 class Settings:
     """Settings of the passes.  Sizes in bytes.  ``goal``: what plans are made for, unless there is a ``plan``.
     ``group_bytes``: None for the coarsest cut that is as good as the finest.
-    ``part``, ``outside``: see place.  ``likes``: problems and their plans; a problem of the same structure as one of them
-    takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if
-    that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
+    ``part``, ``outside``, ``arena``: see place.  ``likes``: problems and their plans; a problem of the same structure as one
+    of them takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto"
+    if that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
     ``ranks``: those on whose devices weights may lie in pieces, 0 if it is not known how many; with "auto" none do where the
     ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
@@ -61,6 +61,7 @@ class Settings:
     plan: Plan | None = None
     part: bool = False
     outside: int = 0
+    arena: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
@@ -111,6 +112,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
         like=like,
         inside=inside,
         outside=settings.outside,
+        arena=settings.arena,
         timings=settings.timings,
         joins=tuple(ends or (len(problem.regions),)) if settings.joined else (),
     )

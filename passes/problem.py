@@ -117,6 +117,12 @@ class RegionCost:
     traffic: tuple[tuple[int, int], ...] = ()
     kernels: int = 0
 
+    def repeated(self, times: int) -> RegionCost:
+        """The work of a region that runs several times in a row."""
+        traffic = tuple((size, moved * times) for size, moved in self.traffic)
+        work = {name: getattr(self, name) * times for name in ("flops", "attention", "masked", "operands", "kernels")}
+        return replace(self, traffic=traffic, **work)
+
     def seconds(self, hardware: Hardware) -> float:
         """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
         products = max(

@@ -79,7 +79,7 @@ def discover(traced: Traced) -> Discovery:
     """Find the weights of a traced graph, their readers and the collectives."""
     graph = traced.graph
     by_key = {p.key: p for p in traced.parameters}
-    written = _mutated_inputs(graph)
+    written = mutated_inputs(graph)
     weights: list[DiscoveredWeight] = []
     views: dict[Node, Node] = {}
     for node in graph.graph.nodes:
@@ -266,7 +266,7 @@ def _is_itself(desc: Any) -> bool:
     return isinstance(desc, PlainAOTInput)
 
 
-def _mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
+def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
     """The inputs that forward writes -> a sentence on what writes them."""
     (output,) = graph.graph.find_nodes(op="output")
     descs: Any = output.meta.get("desc") or ()

@@ -30,6 +30,8 @@ from .windows import as_windows
 
 # Policies whose plan depends on the byte budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
+# Regions by which copies are ahead of compute, most first, in a call in which every weight streams and memory is short.
+_WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
 def place(
@@ -42,6 +44,7 @@ def place(
     like: Plan | None = None,
     inside: bool = False,
     outside: int = 0,
+    arena: int = 0,
     timings: Timings | None = None,
     joins: tuple[int, ...] = (),
 ) -> Plan:
@@ -53,13 +56,14 @@ def place(
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against the budget, and
-    so do the largest weight that a region unpacks, and this rank's pieces of weights.
+    so do the largest weight that a region unpacks, and this rank's pieces of weights.  ``arena``: bytes that the arena has in
+    any case, because another program of the model runs in it.
     ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
     Raises ChunkflowError if the budget is below the least that the program needs, or if the timings are of another problem.
     """
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), goal, outside, joins)
-    builder = Builder(planner, inside)
+    builder = Builder(planner, inside, arena)
     if goal.policy == "chunkflow":
         taken = None if like is None else _taken_over(planner, builder, like)
         if taken is not None:
@@ -82,11 +86,11 @@ def place(
     return plan
 
 
-def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:
-    """The least weight bytes on the device for which there is a plan.  ``outside``: see place."""
+def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0) -> int:
+    """The least weight bytes on the device for which there is a plan.  ``outside``, ``arena``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return Builder(planner).least()[1]
+    return Builder(planner, arena=arena).least()[1]
 
 
 def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -140,6 +144,11 @@ def _within_call(planner: Planner, builder: Builder) -> Plan:
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
         return builder.candidate(early)
+    # as early as fits: while a region computes, the weights of the next ones are copied
+    for ahead in _WINDOWS_AHEAD:
+        later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
+        if builder.slots(candidate := planner.play(later)) <= memory:
+            return builder.candidate(candidate)
     return builder.candidate(_barely(planner, builder, memory))
 
 
@@ -173,7 +182,7 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
             fitting.append(fastest)
             break
         if not cut and (slotted := planner.slotted(fastest, memory)) is not None:
-            fitting.append(slotted)
+            fitting += [slotted] if builder.slots(slotted) <= memory else []
         # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)
@@ -183,10 +192,11 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
 class Builder:
     """Builds plans from placements: slots, prediction, reasons."""
 
-    def __init__(self, planner: Planner, inside: bool = False) -> None:
-        """``inside``: see place."""
+    def __init__(self, planner: Planner, inside: bool = False, arena: int = 0) -> None:
+        """``inside``, ``arena``: see place."""
         self.planner = planner
         self.inside = inside
+        self.least_arena = arena
         self.problem = planner.problem
         self.digest = planner.problem.digest
 
@@ -267,13 +277,13 @@ class Builder:
         if slots is None:
             lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
             offsets, arena = assign_slots(lifetimes, self.planner.count, quick)
-            return {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}, arena
+            return {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}, max(arena, self.least_arena)
         at = dict(slots)
         arena = max((at[w.name] + aligned(w.nbytes) for w in streamed if w.name in at), default=0)
         for weight in streamed:
             if weight.name not in at:
                 at[weight.name], arena = arena, arena + aligned(weight.nbytes)
-        return at, arena
+        return at, max(arena, self.least_arena)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
         """The lifetime of a weight: each chunk from the opening of its window to the end of its last reader."""

@@ -1,0 +1,351 @@
+"""Hoist: split a traced graph into a preamble, which no large input reaches, and main, which does the rest.
+
+A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs are
+small and take few values, while the latent is another one in every step.  The preamble computes the matrix products that
+depend on slow inputs only.  Their results cross into main; those of one set of slow inputs are a *row*.  Whoever keeps the
+rows need not stream the weights of the preamble in each step.
+
+Contract
+    On entry: a Traced.  It is not changed.
+    On exit: preamble and main, put back together, are the traced graph (:func:`check_halves`).  The preamble reads weights
+    and slow inputs only, and has no collective, no random op, no op that writes, and no symbolic size.  Only results of
+    matrix products cross: a pointwise result would be rounded where it crosses, which Inductor's fused kernel does not do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.names import KNOWN_NAMESPACES
+from chunkflow_compile.passes.problem import Parameter
+
+from .discover import collective_kind, input_key, is_view, is_wait_tensor, mutated_inputs, nbytes
+from .sizes import is_size
+from .traced import Traced
+
+# Larger inputs are not slow: text and latents.  A timestep, the guidance and a pooled prompt of two samples take 12 KiB.
+MOST_SLOW_BYTES = 64 << 10
+# A weight is hoisted if it has at least this many times the bytes of the row that replaces it.  A modulation's weight has
+# thousands of times as many; with one timestep per token, the row would be larger than the weight.
+LEAST_RATIO = 8
+# What crosses has no input of the Dynamo graph: its numbers begin here, above those of all inputs.
+_CROSSING = 1 << 24
+
+_PRODUCTS = frozenset(
+    (
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten.convolution.default,
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """A graph in two.  Positions count the inputs of the whole graph.
+
+    ``preamble_inputs``, ``main_inputs``: where the inputs of each half come from; main's are followed by what crosses, in the
+    order of the outputs of the preamble.  ``slow``: inputs of the preamble that are no weights.  ``hoisted``: names of the
+    weights that only the preamble reads, and ``hoisted_bytes`` of them that are streamed.  ``row_bytes``: of what crosses.
+    """
+
+    preamble: Traced
+    main: Traced
+    preamble_inputs: tuple[int, ...]
+    main_inputs: tuple[int, ...]
+    slow: tuple[int, ...]
+    hoisted: tuple[str, ...]
+    hoisted_bytes: int
+    row_bytes: int
+
+
+def split(traced: Traced, slow: Collection[int] | None = None) -> Halves | None:
+    """The halves of a graph; None if there is nothing to hoist.
+
+    ``slow``: the indices of the slow inputs in the Dynamo graph; None for the inputs of at most :data:`MOST_SLOW_BYTES` that
+    are smaller than the largest result, which is as large as the latent.
+    """
+    found = _Slow(traced, slow)
+    crossing = found.crossing()
+    if not crossing:
+        return None
+    preamble = found.ancestors(crossing)
+    inputs = [n for n in found.nodes if n.op == "placeholder"]
+    position = {node: i for i, node in enumerate(inputs)}
+    of_preamble = [n for n in inputs if n in preamble]
+    kept = found.in_main(frozenset(crossing))
+    of_main = [n for n in inputs if n in kept or not n.users]
+    parameters = found.parameters
+    hoisted = [n for n in of_preamble if n in parameters and n not in kept]
+    if not any(parameters[n].keep is None for n in hoisted):
+        return None
+    names = {parameters[n].name for n in hoisted}
+    return Halves(
+        preamble=_part(
+            traced,
+            _preamble(traced, [n for n in found.nodes if n in preamble], crossing),
+            {parameters[n] for n in of_preamble if n in parameters},
+            large=tuple(each for each in traced.large if each[0] in names),
+        ),
+        main=_part(
+            traced,
+            _main(traced, of_main, crossing, kept),
+            {parameters[n] for n in of_main if n in parameters},
+            large=tuple(each for each in traced.large if each[0] not in names),
+        ),
+        preamble_inputs=tuple(position[n] for n in of_preamble),
+        main_inputs=tuple(position[n] for n in of_main),
+        slow=tuple(position[n] for n in of_preamble if n not in parameters),
+        hoisted=tuple(parameters[n].name for n in hoisted),
+        hoisted_bytes=sum(nbytes(n) for n in hoisted if parameters[n].keep is None),
+        row_bytes=sum(map(nbytes, crossing)),
+    )
+
+
+class _Slow:
+    """What a graph computes from slow inputs.  ``nodes``: in program order.  ``parameters``: by their placeholders."""
+
+    def __init__(self, traced: Traced, slow: Collection[int] | None) -> None:
+        self.nodes = list(traced.graph.graph.nodes)
+        by_key = {p.key: p for p in traced.parameters}
+        keys = {n: input_key(n.meta.get("desc")) for n in self.nodes if n.op == "placeholder"}
+        self.parameters: dict[Node, Parameter] = {n: by_key[key] for n, key in keys.items() if key in by_key}
+        written = mutated_inputs(traced.graph)
+        most = min(MOST_SLOW_BYTES + 1, max(_result_bytes(traced.graph.graph), default=0))
+        inputs = {
+            n
+            for n, key in keys.items()
+            if n not in self.parameters
+            and key not in written
+            and _is_concrete(n)
+            and (nbytes(n) < most if slow is None else key[0] in slow)
+        }
+        self._inputs = inputs
+        self._slow, self._constant = set[Node](), set[Node]()
+        latent = set[Node]()  # readers of slow values only, which share a weight with one that is not
+        while True:
+            self._classify(latent)
+            shared = {reader for reader in self._readers_of_shared() if reader in self._slow}
+            if not shared:
+                return
+            latent |= shared
+
+    def _classify(self, latent: Collection[Node]) -> None:
+        self._slow, self._constant = set(self._inputs), set()
+        for node in self.nodes:
+            if node in self.parameters or node.op == "get_attr":
+                self._constant.add(node)
+            if node.op != "call_function" or node in latent or not (_is_pure(node) and _is_concrete(node)):
+                continue
+            operands = node.all_input_nodes
+            if all(o in self._constant for o in operands):
+                self._constant.add(node)
+            elif all(o in self._constant or o in self._slow for o in operands):
+                self._slow.add(node)
+
+    def _readers_of_shared(self) -> Iterator[Node]:
+        """The readers of streamed weights that are also read by a node that is not slow."""
+        for node, parameter in self.parameters.items():
+            readers = self._readers(node)
+            if parameter.keep is None and any(r not in self._slow for r in readers):
+                yield from readers
+
+    def _readers(self, weight: Node) -> set[Node]:
+        """What reads a weight, or a value that depends on weights only."""
+        readers, todo = set[Node](), [weight]
+        while todo:
+            for user in todo.pop().users:
+                if user in self._constant:
+                    todo.append(user)
+                else:
+                    readers.add(user)
+        return readers
+
+    def crossing(self) -> list[Node]:
+        """The products whose results cross, in program order: those that pay for their row, of those that main needs."""
+        replaced: dict[Node, int] = {}
+        for node, parameter in self.parameters.items():
+            for reader in self._readers(node) if parameter.keep is None else ():
+                replaced[reader] = replaced.get(reader, 0) + nbytes(node)
+        hoisted = {n for n in self._slow if n.target in _PRODUCTS and not _is_returned(n)}
+        while True:
+            kept = self.in_main(hoisted)
+            crossing = [n for n in self.nodes if n in hoisted and any(user in kept for user in n.users)]
+            in_both = {
+                reader
+                for weight, parameter in self.parameters.items()
+                if parameter.keep is None and weight in kept
+                for reader in self._readers(weight) & hoisted
+            }
+            small = {n for n in crossing if replaced.get(n, 0) < LEAST_RATIO * nbytes(n)}
+            if not (dropped := small | in_both):
+                return crossing
+            hoisted -= dropped
+
+    def in_main(self, hoisted: Collection[Node]) -> set[Node]:
+        """The nodes of main, if the results of these products need not be computed there.  Slow values that are no products
+        are computed in both halves where both need them."""
+        kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
+        return self._with_operands(kept, hoisted)
+
+    def ancestors(self, crossing: Iterable[Node]) -> set[Node]:
+        """The nodes of the preamble, inputs and constants included."""
+        return self._with_operands(set(crossing), ())
+
+    def _with_operands(self, nodes: set[Node], but: Collection[Node]) -> set[Node]:
+        todo = list(nodes)
+        while todo:
+            for operand in todo.pop().all_input_nodes:
+                if operand not in nodes and operand not in but:
+                    nodes.add(operand)
+                    todo.append(operand)
+        return nodes
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a node only computes its result: it draws, writes and sends nothing."""
+    if node.target is operator.getitem or is_size(node):
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in KNOWN_NAMESPACES:
+        return False
+    communicates = collective_kind(node) is not None or is_wait_tensor(node)
+    return not (target._schema.is_mutable or communicates or _is_random(node))
+
+
+def _is_random(node: Node) -> bool:
+    """Whether a node draws its values.  Attention without dropout has the tag, too."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return value != 0
+    return True
+
+
+def _is_concrete(node: Node) -> bool:
+    """Whether a node is one or several tensors without symbols in their sizes."""
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(t, FakeTensor) and all(type(s) is int for s in (*t.shape, *t.stride())) for t in tensors)
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a value, or a view of it, is a result of the graph, into which the caller may write."""
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
+
+
+def _result_bytes(graph: Graph) -> Iterator[int]:
+    (output,) = graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            yield nbytes(node) if _is_concrete(node) else MOST_SLOW_BYTES + 1
+
+
+def _part(
+    traced: Traced, graph: GraphModule, parameters: Collection[Parameter], large: tuple[tuple[str, int], ...]
+) -> Traced:
+    return replace(traced, graph=graph, parameters=tuple(p for p in traced.parameters if p in parameters), large=large)
+
+
+def _preamble(traced: Traced, nodes: Iterable[Node], crossing: Iterable[Node]) -> GraphModule:
+    """``nodes``: in program order."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    returned = graph.output(tuple(copies[n] for n in crossing))
+    returned.meta["desc"] = [PlainAOTOutput(idx=i) for i, _ in enumerate(crossing)]
+    return GraphModule(traced.graph, graph)
+
+
+def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept: Collection[Node]) -> GraphModule:
+    graph = Graph()
+    copies = {node: graph.node_copy(node) for node in inputs}
+    for i, node in enumerate(crossing):
+        copies[node] = crossed = graph.placeholder(f"row_{node.name}")
+        crossed.meta = {"val": node.meta["val"], "desc": PlainAOTInput(idx=_CROSSING + i)}
+    for node in traced.graph.graph.nodes:
+        if node in kept and node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return GraphModule(traced.graph, graph)
+
+
+def check_halves(traced: Traced, halves: Halves) -> None:
+    """Check the contract of :func:`split`.  Raises FindingError for the first violation."""
+    numbers: dict[Any, int] = {}
+    whole = _numbered(traced.graph, range(1 << 62), numbers)
+    given = dict(enumerate(whole.inputs))
+    preamble = _numbered(halves.preamble.graph, [given[i] for i in halves.preamble_inputs], numbers)
+    main = _numbered(halves.main.graph, [*(given[i] for i in halves.main_inputs), *preamble.results], numbers)
+    if preamble.effects:
+        _broken(f"the preamble has {preamble.effects[0]}, which may run once for several calls")
+    if main.effects != whole.effects:
+        odd = next((name for name in whole.effects if name not in main.effects), "an op twice")
+        _broken(f"main and the traced graph differ in the ops with effects: {odd}")
+    if main.results != whole.results:
+        _broken("preamble and main, put back together, compute other results than the traced graph")
+    keys = {p.key for p in traced.parameters}
+    for position, node in zip(
+        halves.preamble_inputs, halves.preamble.graph.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        if input_key(node.meta["desc"]) not in keys and position not in halves.slow:
+            _broken(f"the preamble reads {node.name}, which is no slow input")
+    (returned,) = halves.preamble.graph.graph.find_nodes(op="output")
+    for node in returned.all_input_nodes:
+        if node.target not in _PRODUCTS:
+            _broken(f"{node.name} crosses, which is no result of a matrix product")
+    for node in halves.preamble.graph.graph.nodes:
+        if node.op != "output" and not _is_concrete(node):
+            _broken(f"{node.name} of the preamble has symbols in its sizes")
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Numbers of values: equal for equal ops on equal operands.  ``effects``: the ops that do not only compute, in order."""
+
+    inputs: list[int]
+    results: Any
+    effects: list[str]
+
+
+def _numbered(graph: GraphModule, inputs: Iterable[int], numbers: dict[Any, int]) -> _Numbered:
+    """Number the values of a graph.  ``inputs``: the numbers of its inputs; -1 - i for those of the whole graph."""
+    given, of, effects = iter(inputs), dict[Node, int](), list[str]()
+    mine = list[int]()
+    results: Any = None
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            of[node] = next(given)
+            mine.append(of[node])
+            continue
+        if node.op == "output":
+            results = map_arg(node.args[0], of.__getitem__)
+            continue
+        if node.op == "get_attr":
+            key: Any = "constant", id(getattr(graph, str(node.target)))
+        else:
+            key = str(node.target), repr(map_arg((node.args, dict(node.kwargs)), lambda n: f"%{of[n]}"))
+            if not _is_pure(node):
+                effects.append(" of ".join(key))
+                key = "effect", len(effects)
+        of[node] = numbers.setdefault(key, -1 - len(numbers))
+    return _Numbered(mine, results, effects)
+
+
+def _broken(what: str) -> None:
+    raise FindingError(f"The contract of hoist is broken: {what}. This is a bug in ChunkFlow; please report it.")

@@ -1,0 +1,147 @@
+"""Hoisting: whether the products that no latent reaches are hoisted, and the settings of the two programs that they leave.
+
+Contract
+    On entry: a Traced, and settings whose goal allows hoisting.
+    On exit: main is planned with the memory of the table counted, in an arena that is large enough for the preamble.  In the
+    preamble every weight streams, through two regions' worth of memory: it runs once for many steps, and keeps nothing.
+    None if there is nothing to hoist, or if "auto" predicts no gain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.hoist import Halves, split
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.placement.place import least_memory
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.units import enough, size
+
+from .pipeline import Settings, choose_cut, make_plan
+
+# Most rows of a table: a schedule of 50 steps for two prompts.
+MOST_ROWS = 128
+# The table takes at most one part in so many of the budget.
+_SHARE_OF_ROWS = 16
+# Steps of a generation, over which the copies of the preamble are spread: diffusers' examples of FLUX.1 have 28, those of
+# Qwen-Image and HunyuanVideo 50.
+STEPS = 28
+# Regions of the preamble whose weights lie in the arena at a time: one is copied while the other computes.
+_REGIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hoisting:
+    """Both halves of a model as they are planned.
+
+    ``preamble``, ``main``: the settings of each.  ``preamble_cut``, ``preamble_plan``: of the preamble.  ``rows``: most that
+    the table holds.
+    """
+
+    halves: Halves
+    preamble: Settings
+    preamble_cut: Cut
+    preamble_plan: Plan
+    main: Settings
+    rows: int
+
+    @property
+    def table_bytes(self) -> int:
+        """Most bytes of the table."""
+        return self.rows * self.halves.row_bytes
+
+    def fill_seconds(self, rows: int = STEPS) -> float:
+        """The predicted time of a pass over the preamble that computes so many rows."""
+        problem, settings = self.preamble_cut.problem, self.preamble
+        regions = tuple(replace(r, cost=r.cost.repeated(rows)) for r in problem.regions)
+        simulator = Simulator(replace(problem, regions=regions), settings.hardware, settings.chunk_bytes)
+        return simulator.step_under(self.preamble_plan)
+
+    def seconds_per_step(self, steps: int = STEPS) -> float:
+        """What the preamble adds to a step: a pass per generation, none if one input alone, as the timestep, is slow, which
+        takes the same values in the next generation."""
+        return self.fill_seconds(steps) / steps if len(self.halves.slow) > 1 else 0.0
+
+
+def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
+    """How a model is hoisted, as the goal of ``settings`` says; None if it is not.
+
+    Raises ChunkflowError if it must be and there is nothing to hoist, or if a row does not fit the budget.
+    """
+    goal = settings.goal
+    if not goal.hoist or goal.policy != "chunkflow" or settings.part or traced.repeats is not None:
+        return None
+    halves = split(traced)
+    if halves is None:
+        if goal.hoist == "auto":
+            return None
+        raise ChunkflowError(
+            "hoist=True, but no weight is read by products of small inputs alone, such as the timestep: leave hoist out. "
+            f"(Inputs are small up to {size(64 << 10)}; others are named as hoist=('timestep', ...).)"
+        )
+    hoisting = _planned(halves, settings)
+    if goal.hoist != "auto":
+        return hoisting
+    return hoisting if _pays(traced, settings, hoisting) else None
+
+
+def rows_within(halves: Halves, memory: int | None) -> int:
+    """How many rows the table holds at most.  ``memory``: the budget.  Raises ChunkflowError if it has no room for one."""
+    most = MOST_ROWS if memory is None else min(MOST_ROWS, memory // _SHARE_OF_ROWS // halves.row_bytes)
+    if most < 1:
+        assert memory is not None
+        least = _SHARE_OF_ROWS * halves.row_bytes
+        raise ChunkflowError(
+            f"hoist=True keeps rows of {size(halves.row_bytes)}, and at most a sixteenth of memory={size(memory)} is for "
+            f"them: give memory={enough(least)!r} or more, or leave hoist out."
+        )
+    return most
+
+
+def _planned(halves: Halves, settings: Settings) -> Hoisting:
+    rows = rows_within(halves, settings.goal.memory)
+    alone = replace(
+        settings,
+        goal=replace(settings.goal, memory=None, slowdown=None, hoist=False, peers=False, yields="auto"),
+        plan=None,
+        timings=None,
+        part=True,
+        outside=0,
+        likes=(),
+        joined=False,
+        ranks=0,
+        disabled=settings.disabled | {"cycle"},
+    )
+    cut = choose_cut(halves.preamble, alone)
+    least = least_memory(cut.problem, alone.hardware, alone.chunk_bytes)
+    preamble = replace(alone, goal=replace(alone.goal, memory=_REGIONS * least))
+    plan = make_plan(cut.problem, preamble)
+    main = replace(
+        settings,
+        goal=replace(settings.goal, hoist=False),
+        outside=settings.outside + rows * halves.row_bytes + plan.device_bytes - plan.arena_bytes,
+        arena=plan.arena_bytes,
+    )
+    return Hoisting(halves=halves, preamble=preamble, preamble_cut=cut, preamble_plan=plan, main=main, rows=rows)
+
+
+def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
+    """Whether a step is predicted to be shorter than without hoisting; without a budget, whether it is in less memory."""
+    try:
+        today = _plan_of(traced, replace(settings, goal=replace(settings.goal, hoist=False)))
+    except ChunkflowError:  # the budget has room for the halves only, if for any
+        return True
+    hoisted = _plan_of(hoisting.halves.main, hoisting.main)
+    assert today.predicted is not None and hoisted.predicted is not None
+    step_s = hoisted.predicted.step_s + hoisting.seconds_per_step()
+    if settings.goal.memory is not None:
+        return step_s < today.predicted.step_s
+    longest = settings.goal.longest * today.predicted.resident_step_s
+    return step_s <= longest and hoisted.device_bytes + hoisting.main.outside < today.device_bytes + settings.outside
+
+
+def _plan_of(traced: Traced, settings: Settings) -> Plan:
+    return make_plan(choose_cut(traced, settings).problem, settings)
