@@ -68,22 +68,33 @@ def schedules(seed: int, pulls: bool = False) -> dict[str, Callable[[], ThreadsD
     }
 
 
-def run_ahead(bench: Bench | CycleBench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True) -> list[Any]:
-    """The outputs of several steps, of one program or of several in one arena, all enqueued before any has run."""
+def run_ahead(
+    bench: Bench | CycleBench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True, rows: int = 1
+) -> list[Any]:
+    """The outputs of several steps, of one program or of several in one arena, all enqueued before any has run.
+
+    ``rows``: the number of consecutive turns, of one program, that are the rows of one step.
+    """
     arena = Arena(make=lambda *_: device)
     programs = list({id(program): program for program, _ in turns}.values())
     bench.join(arena, max((p.plan for p in programs), key=lambda plan: plan.arena_bytes))
     executors = {id(p): bench.executor(p, arena) for p in programs}
     try:
         device.engine.pause()
-        steps = [executors[id(program)].enqueue(bench.arguments(program, x)) for program, x in turns]
+        steps = [
+            executors[id(program)].enqueue([bench.arguments(program, x) for _, x in turns[i : i + rows]])
+            for i, (program, _) in [*enumerate(turns)][::rows]
+        ]
         device.deliver()
         for lane in device.lanes:
             lane.synchronize()
-        due = sum(moved_bytes(p) for p, _ in turns) + sum(s.cost.primed for s in steps)
-        copied = sum(e.traffic.copied_bytes for e in executors.values())
+        due = sum(moved_bytes(p) for p, _ in turns[::rows]) + sum(s.cost.primed for s in steps)
+        if rows == 1:
+            copied = sum(e.traffic.copied_bytes for e in executors.values())
+        else:  # no copy of such a step is timed
+            copied = sum(s.cost.moved + s.cost.primed for s in steps)
         assert not exact or copied == due, "every byte of the plans was copied, and no other"
-        return [step.outputs[0] for step in steps]
+        return [outputs[0] for step in steps for outputs in step.outputs]
     finally:
         device.engine.resume()  # after an error, nothing must wait for the paused engine
         for executor in executors.values():
@@ -104,12 +115,12 @@ def equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def matches(found: Bench | CycleBench, turns: Sequence[Turn], seed: int) -> int:
-    """Asserts the model's numbers on every schedule; returns the number of schedules."""
+def matches(found: Bench | CycleBench, turns: Sequence[Turn], seed: int, rows: int = 1) -> int:
+    """Asserts the model's numbers on every schedule; returns the number of schedules.  ``rows``: see :func:`run_ahead`."""
     want = found.expected(turns)
     ways = schedules(seed, _pulls(turns))
     for name, device in ways.items():
-        assert equal(run_ahead(found, turns, device()), want), name
+        assert equal(run_ahead(found, turns, device(), rows=rows), want), name
     return len(ways)
 
 

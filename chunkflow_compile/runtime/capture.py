@@ -118,7 +118,7 @@ def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> C
         copied=copied,
         in_place=in_place,
         fixed=fixed,
-        outputs=[(output, given.get(id(output))) for output in step.outputs],
+        outputs=[(output, given.get(id(output))) for output in step.env[-1]],
         suspects=[op for name in program.regions for op in undeclared(getattr(program.module, name))],
         moved_bytes=step.cost.moved,
         nbytes=max(0, before - device.free()),

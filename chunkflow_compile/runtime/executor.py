@@ -28,6 +28,7 @@ from .instructions import instructions
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
 from .target import Cost, Issue, RunningStep, Target
+from .wrapped_calls import separated
 
 
 class Executor:
@@ -89,42 +90,46 @@ class Executor:
     def binding(self) -> Binding:
         return self.target.binding
 
-    def run(self, args: Sequence[Any], timed: bool = False) -> Any:
-        """Run one step on the inputs of the traced graph; return its outputs.
+    def run(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> list[Any]:
+        """Run one step on each row, which is one set of inputs of the traced graph; return the outputs of each row.
+
+        Several rows share one pass over the weights: each weight is copied once, and each op of compute runs for one row
+        after the other.  The rows repeat only ops of compute, between the same waits and before the same evicts, so the
+        order that was proved for one row holds for all of them.  Such a step is not measured, and is never a CUDA graph.
 
         ``timed``: whether a plan is to be made from the times of the steps.
         Raises ChunkflowError if a copy or a collective fails; the next call then starts cold.
         """
         try:
-            step = self.enqueue(args, timed)
+            step = self.enqueue(rows, timed)
             self.device.deliver()
         except BaseException:
             self.forget()
             raise
-        return step.outputs
+        return step.outputs if len(rows) == 1 else separated(step.outputs)
 
     def copy_again(self, versions: Mapping[str, int]) -> None:
         """Let the next step copy these weights again, unless the memory has values of these versions."""
         self.rewritten |= versions
 
-    def enqueue(self, args: Sequence[Any], timed: bool = False) -> RunningStep:
+    def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
         """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before.
 
-        ``timed``: as in :meth:`run`.
+        ``rows``, ``timed``: as in :meth:`run`.
         """
-        env = [*args, *self._later]
-        for position, value in self._values:
-            env[position] = value
+        *earlier, env = map(self._values_of, rows)
         state = self.state
         jumps = state.next_call != self.call
         begins = self.call == 0 or jumps  # a pass
-        requested = self.device.measuring if begins else state.measurement_requested
-        graph = self._recorded(env, requested or timed)
+        requested = not earlier and (self.device.measuring if begins else state.measurement_requested)
+        graph = None if earlier else self._recorded(env, requested or timed)
         if begins:
-            state.begin_pass(graph is None and self.device.choose(self._steps, timed), requested)
-        begun = self.device.start(graph.timed if graph is not None else state.measured, self._measured)
+            measured = graph is None and not earlier and self.device.choose(self._steps, timed)
+            state.begin_pass(measured, requested)
+        marked = graph.timed if graph is not None else state.measured and not earlier
+        begun = self.device.start(marked, self._measured)
         self._measured = begun is not None and graph is None
-        step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps)
+        step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps, earlier)
         self.cost = step.cost
         self._steps += 1
         if self._streams:  # else it leaves the arena to the others
@@ -150,6 +155,13 @@ class Executor:
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
+
+    def _values_of(self, row: Sequence[Any]) -> list[Any]:
+        """The values of a step before it has computed a row: the inputs, and a place for each other value."""
+        env = [*row, *self._later]
+        for position, value in self._values:
+            env[position] = value
+        return env
 
     def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
         """The CUDA graph of the call on these inputs, recorded now if it is time; None to issue its instructions.

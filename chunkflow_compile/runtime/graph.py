@@ -107,11 +107,34 @@ class CompiledGraph:
         """
         inputs = list(args)
         args.clear()
+        return self._run([inputs])[0]
+
+    def run_rows(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        """Run one step on several sets of inputs, which are its rows, in one pass over the weights of the first row.
+
+        Returns the outputs of each row.  They share no memory with those of another row.  Of all rows, the values between
+        regions are on the device at the same time.  The graph must not write an input that two rows share.
+        Raises ChunkflowError if the rows differ in the shape of an input, or if there are several and the graph has a
+        collective.
+        """
+        if not rows:
+            return []
+        first, *others = [*map(list, rows)]
+        for number, row in enumerate(others, 1):
+            for position in self._position.values():
+                row[position] = first[position]
+            _check_alike(first, row, number)
+        return self._run([first, *others])
+
+    def _run(self, rows: Sequence[list[Any]]) -> list[Any]:
+        """Run one step.  ``rows``: see :meth:`Executor.run`."""
         if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
-            return _on_fakes(mode, self.codes.graph, inputs)
+            return [_on_fakes(mode, self.codes.graph, inputs) for inputs in rows]
+        inputs = rows[0]  # the others have the same weights and sizes
         weights = self._weights(inputs)
         if self._tables.positions:
-            self._tables.move(inputs)
+            for row in rows:
+                self._tables.move(row)
         noticed = False
         while True:
             sizes = self.codes.sizes(inputs)
@@ -124,7 +147,7 @@ class CompiledGraph:
                 program.call.notice(again=noticed)
                 with program.arena.lock():
                     if not program.closed and program.call.fits(weights):
-                        return program.run(inputs)
+                        return program.run(rows)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
@@ -246,6 +269,23 @@ def awaited(values: Iterable[Any]) -> Iterator[None]:
         for store in _stores(values):
             calls.enter_context(store.first_call())
         yield
+
+
+def _check_alike(first: Sequence[Any], row: Sequence[Any], number: int) -> None:
+    """Raise ChunkflowError if a row cannot share a pass with the first one.  ``number``: of the row."""
+    for position, (one, other) in enumerate(zip(first, row, strict=True)):
+        if one is not other and (expected := _shape(one)) != (found := _shape(other)):
+            raise ChunkflowError(
+                f"Rows of one pass need inputs of equal shapes, but input {position} is {expected} in row 0 and {found} in "
+                f"row {number}: run them in two passes."
+            )
+
+
+def _shape(value: Any) -> str:
+    """What the inputs of the rows of one pass have in common: of a tensor all but its values, of a size its value."""
+    if isinstance(value, torch.Tensor):
+        return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    return str(value) if isinstance(value, int) else type(value).__name__
 
 
 def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:

@@ -39,6 +39,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
     A region and the ops of compute after it are one function, and so are the copies and the marks between two of these,
     because each function costs the host time.  Of these, the copies of one lane between two events are one.
+    If the step computes several rows, see :meth:`Executor.run`, a function of compute runs all of its ops but Evict for each
+    earlier row, and then all of them for the last row.
     Raises FindingError if the nodes have other ops than the step.
     """
     compiler = _Compiler(target)
@@ -71,12 +73,13 @@ def _is_transfer(op: Op) -> bool:
 class _Compute:
     """Work on the values of a step, in the order of the compute stream.
 
-    ``window``: where its time counts, or None.  ``name``: of its region.
+    ``window``: where its time counts, or None.  ``name``: of its region.  ``once``: whether it runs for the last row only.
     """
 
     work: Work
     window: int | None = None
     name: str = ""
+    once: bool = False
 
 
 class _Compiler:
@@ -114,7 +117,7 @@ class _Compiler:
                 self._compute(_Compute(_evaluated(target, node)))
             case Evict():
                 if target.poison:
-                    self._compute(_Compute(partial(_poison, _evicted(target, op.weight))))
+                    self._compute(_Compute(partial(_poison, _evicted(target, op.weight)), once=True))
             case Release():
                 self._compute(_Compute(partial(_drop, tuple(self._number[value] for value in op.values))))
 
@@ -145,17 +148,15 @@ def _compute(target: Target, computes: Sequence[_Compute]) -> Issue:
     """A function that issues work of compute, of which the first may be a region's, as one."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
     works = [each.work for each in computes]
-
-    def work(env: list[Any]) -> None:
-        for each in works:
-            each(env)
-
-    if window is None:
-        return lambda step: run(partial(work, step.env), None, name)
+    repeated = [each.work for each in computes if not each.once]
 
     def issue(step: RunningStep) -> None:
-        windows = step.cost.windows
-        run(partial(work, step.env), None if windows is None else RegionWatch(windows, window), name)
+        for env in step.earlier if repeated else ():
+            run(partial(_do, repeated, env), None, name)
+        watch = None
+        if window is not None and (windows := step.cost.windows) is not None:
+            watch = RegionWatch(windows, window)
+        run(partial(_do, works, step.env), watch, name)
 
     return issue
 
@@ -356,6 +357,11 @@ def _evicted(target: Target, weight: str) -> list[torch.Tensor]:
     placed = next(w for w in plan.streamed if w.name == weight)
     spans = [plan.span(placed, r.first, r.end) for r in runs(placed.windows) if r.window is not None]
     return [target.binding.slots[weight][begin:end] for begin, end in spans]
+
+
+def _do(works: Sequence[Work], env: list[Any]) -> None:
+    for work in works:
+        work(env)
 
 
 def _put(number: int, value: Any, env: list[Any]) -> None:

@@ -114,9 +114,17 @@ class SingleCall(BoundCycle):
             raise ChunkflowError("This program has ended: call the compiled model again.")
         return self.executor_of(self.call, 0)
 
-    def run(self, inputs: Sequence[Any]) -> Any:
-        """Run one step, in the cycle that has the call next, or by itself.  The caller holds the arena's lock."""
+    def run(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        """Run one step, in the cycle that has the call next, or by itself.  The caller holds the arena's lock.
+
+        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several and the program has a collective.
+        """
         arena, call = self.arena, self.call
+        if len(rows) > 1 and self.program.problem.collectives:
+            raise ChunkflowError(
+                f"A pass over {self.title} computes one row only, because its collectives are issued once per pass: run "
+                f"the {len(rows)} rows one by one."
+            )
         if arena.device.type == "cuda":
             refuse_capture(arena.device)
         arena.refuse_inside()
@@ -127,11 +135,11 @@ class SingleCall(BoundCycle):
         cycle, executor = placed or (self, self.begin(call, 0))
         arena.begin_call(self.title)
         try:
-            outputs = executor.run(inputs, timed=cycle.replan_after > 0)
+            outputs = executor.run(rows, timed=cycle.replan_after > 0)
         finally:
             arena.end_call()
         call.count(executor.cost)
-        if cycle.replan_after:
+        if cycle.replan_after and len(rows) == 1:  # a pass of several rows is not measured
             _replan_if_due(cycle)
         return outputs
 

@@ -52,17 +52,18 @@ class Cost:
 class RunningStep:
     """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs.
 
-    ``number``: of the run.
+    ``number``: of the run.  ``earlier``: if it computes several rows, the values of all but the last, which has ``env``.
     """
 
     env: list[Any]
     cost: Cost
     number: int
+    earlier: Sequence[list[Any]] = ()
 
     @property
-    def outputs(self) -> Any:
-        """The program's outputs; valid after :meth:`Device.deliver`."""
-        return self.env[-1]
+    def outputs(self) -> list[Any]:
+        """The program's outputs for each row; valid after :meth:`Device.deliver`."""
+        return [env[-1] for env in (*self.earlier, self.env)]
 
 
 Issue = Callable[[RunningStep], None]

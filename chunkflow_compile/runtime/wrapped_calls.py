@@ -3,7 +3,9 @@ errors of a collective."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -43,6 +45,17 @@ def _cloning(region: Callable[..., Sequence[Any]], inside: Collection[int]) -> C
 
 def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
     return [output.clone() if i in inside else output for i, output in enumerate(outputs)]
+
+
+def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """The outputs of several rows, of which no two share memory.
+
+    Those that do, because they lie in a constant or in an input that several rows have, are cloned.
+    """
+    memory = [{o.untyped_storage()._cdata for o in outputs if isinstance(o, torch.Tensor)} for outputs in rows]
+    counts = Counter(chain.from_iterable(memory))
+    shared = frozenset(storage for storage, count in counts.items() if count > 1)
+    return [tuple(o.clone() if _lies_in(o, shared) else o for o in outputs) for outputs in rows]
 
 
 def _lies_in(value: object, memory: Collection[int]) -> bool:

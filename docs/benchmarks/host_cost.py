@@ -130,7 +130,7 @@ def _issue(program: Program) -> list[float]:
     times = []
     for _ in range(STEPS):
         start = time.perf_counter()
-        executor.enqueue(inputs)
+        executor.enqueue([inputs])
         times.append(time.perf_counter() - start)
     return times
 

@@ -158,7 +158,7 @@ def test_random_programs(spec: Spec, plans: list[Choices]) -> None:
         with torch.no_grad():
             executor, inputs = found.executor(program, cuda.arena()), found.inputs(4)
             for x, right in zip(inputs, found.expected([(program, x) for x in inputs]), strict=True):
-                assert torch.equal(executor.run(found.arguments(program, x))[0], right)
+                assert torch.equal(executor.run([found.arguments(program, x)])[0][0], right)
             executor.forget()
         assert executor.traffic.copied_bytes >= 4 * program.plan.moved_bytes
         cuda.engine.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from random_cycles import CycleBench
+from random_cycles import CycleBench, Drawn
 from random_programs import Choices, Layer, Spec
 
 from chunkflow_compile.passes import pieces as geometry
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SPEC = Spec(24, (Layer(20, True, True), Layer(36, False, True, True)), False, False, 3)
 DRAWN = ([SPEC], [0, 0], True, Choices(stay=0.2, reach=0, hard=False, seed=11))
+# The same without collectives, so that a call may compute several rows.
+ALONE = ([replace(SPEC, layers=tuple(replace(layer, exchange=False) for layer in SPEC.layers))], *DRAWN[1:])
 
 
 class LoggingStream:
@@ -169,9 +172,9 @@ def by_stream(ops: Iterable[Op]) -> dict[str, list[tuple[Op, int]]]:
 class Calls:
     """The calls of a cycle on a device, and the ops that are proved for those that have run."""
 
-    def __init__(self, device: LoggingDevice) -> None:
+    def __init__(self, device: LoggingDevice, drawn: Drawn = DRAWN) -> None:
         self.device = device
-        self.bench = CycleBench(DRAWN, peers=True)
+        self.bench = CycleBench(drawn, peers=True)
         self.cycle = self.bench.cycle
         verify(self.cycle)
         assert len(self.cycle.ops) == 2
@@ -180,12 +183,13 @@ class Calls:
         self.executors = [self.bench.executor(program, self.arena) for program in self.cycle.calls]
         self.proved: list[Op] = []
 
-    def run(self, number: int, **prologue: Any) -> None:
+    def run(self, number: int, rows: int = 1, **prologue: Any) -> None:
         """Run a call.  ``prologue``: see :meth:`Cycle.prologue`; nothing for a call without one."""
-        executor, x = self.executors[number], torch.randn_like(self.bench.of[number].x)
+        executor, bench = self.executors[number], self.bench.of[number]
+        xs = [torch.randn_like(bench.x) for _ in range(rows)]
         self.device.target = executor.target
-        found = executor.run(self.bench.arguments(executor.program, x))[0]
-        assert torch.equal(found, self.bench.of[number].model(x))
+        found = executor.run([self.bench.arguments(executor.program, x) for x in xs])
+        assert all(torch.equal(row[0], bench.model(x)) for row, x in zip(found, xs, strict=True))
         if prologue:
             self.proved += self.cycle.prologue(number, **prologue)
         self.proved += self.cycle.ops[number]
@@ -210,6 +214,27 @@ def test_what_is_issued_is_what_is_proved(device: LoggingDevice) -> None:
     assert by_stream(device.ops) == by_stream(calls.proved)
     assert {type(op) for op in device.ops} == set(Op.__args__)
     assert {op.stream for op in device.ops} == {"compute", "copy", "pull", "collective"}
+
+
+def test_several_rows_repeat_each_region_before_its_weights_are_evicted(device: LoggingDevice) -> None:
+    """In each kind of call: all other ops are issued once, as they are proved."""
+    calls = Calls(device, ALONE)
+    weight = next(w.name for w in calls.cycle.plan.streamed if w.first_use < w.last_use)
+    calls.run(0, 3, stale=None)
+    for number in (1, 0, 1):
+        calls.run(number, 3)
+    calls.run(1, 3, stale=(), jumps=True)
+    calls.write(0, weight)
+    calls.run(0, 3, stale={weight})
+    once = [op for op in calls.proved if not isinstance(op, Evaluate | Release)]
+    expected = [op for op in once for _ in range(3 if isinstance(op, Run) else 1)]
+    assert by_stream(op for op in device.ops if not isinstance(op, Evaluate | Release)) == by_stream(expected)
+    # an earlier row may come to them before an evict that they follow
+    given, proved = (
+        Counter(op for op in ops if isinstance(op, Evaluate | Release)) for ops in (device.ops, calls.proved)
+    )
+    assert given == {op: 3 * count for op, count in proved.items()}
+    assert {type(op) for op in device.ops} == set(Op.__args__) - {Start, Finish}
 
 
 def test_a_captured_call_is_issued_as_it_is_proved(device: LoggingDevice) -> None:

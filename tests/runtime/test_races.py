@@ -106,6 +106,25 @@ def test_programs_that_take_turns_in_one_arena_give_the_model_s_numbers_on_every
     record_property("counts", f"{count['pairs']} pairs of programs in one arena: {count['runs']} runs, 0 mismatches")
 
 
+def test_rows_that_share_a_pass_give_the_model_s_numbers_on_every_schedule(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Steps of three rows each, of two programs on the same weights."""
+    count: Counter[str] = Counter()
+
+    @examples(5, 8)
+    @given(specs, choices, choices)
+    def check_all(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(replace(spec, layers=tuple(replace(layer, exchange=False) for layer in spec.layers)))
+        a, b = found.program(one), found.program(other)
+        order = [program for program in (a, a, b, a) for _ in range(3)]
+        turns = list(zip(order, found.inputs(len(order)), strict=True))
+        count.update(pairs=1, runs=matches(found, turns, one.seed, rows=3))
+
+    check_all()
+    record_property("counts", f"{count['pairs']} pairs of programs, 3 rows a step: {count['runs']} runs, 0 mismatches")
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
     mutation: Mutation, record_property: Callable[[str, object], None]
