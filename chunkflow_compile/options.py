@@ -22,6 +22,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_MIN_BYTES,
     ONLY_PREDICTED,
     POLICIES,
+    Hoist,
     Pack,
     Policy,
     Yield,
@@ -68,6 +69,7 @@ class PipelineOptions(_Keyword, total=False):
     inductor: Mapping[str, Any]
     cudagraphs: CudaGraphsWanted
     pack: Pack
+    hoist: Hoist | Sequence[str]
     disable: Sequence[str]
     pin_memory: Size | None
     debug: str | Sequence[str]
@@ -154,6 +156,12 @@ class Options:
     the region that reads them.  True: all that can be.  "auto": those with which the step is predicted to be shorter within
     memory; where copies are hidden anyway, none.  A model placed by offload(pack=True) stays packed in any case."""
 
+    hoist: Hoist | Sequence[str] = False
+    """Whether matrix products that no latent reaches, such as modulations computed from the timestep, are computed once for
+    many steps, so that their weights are not copied in each.  True: all of them.  "auto": if a step is then predicted to be
+    shorter, within memory.  A tuple of names: those of these inputs of forward, and of no others.  Their results are kept on
+    the device, in at most a sixteenth of memory."""
+
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
@@ -208,6 +216,16 @@ class Options:
             )
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
+        if isinstance(self.hoist, bool | str):
+            check_choice("hoist", self.hoist, get_args(Hoist))
+        elif not isinstance(self.hoist, (list, tuple)) or not all(isinstance(name, str) for name in self.hoist):
+            raise ChunkflowError(
+                f"Option hoist={self.hoist!r} must be True, False, 'auto', or a tuple of names of inputs."
+            )
+        elif not self.hoist:
+            raise ChunkflowError(
+                "Option hoist=() names no input: pass False, or the names of inputs such as 'timestep'."
+            )
         _ = self.goal
         if self.pack is True and self.policy == "resident":
             raise ChunkflowError("pack=True with policy='resident', which copies nothing: leave out one of the two.")
@@ -221,7 +239,8 @@ class Options:
     @property
     def goal(self) -> Goal:
         """What plans are made for."""
-        return Goal.given(self.memory, self.slowdown, self.policy, self.yields, self.pack)
+        hoist = self.hoist if self.hoist is False or self.hoist == "auto" else True
+        return Goal.given(self.memory, self.slowdown, self.policy, self.yields, self.pack, hoist)
 
     def debugging(self) -> frozenset[str]:
         """The names in ``debug``."""

@@ -108,12 +108,11 @@ def _planned(halves: Halves, settings: Settings) -> Hoisting:
         goal=replace(settings.goal, memory=None, slowdown=None, hoist=False, peers=False, yields="auto"),
         plan=None,
         timings=None,
-        part=True,
+        preamble=True,
         outside=0,
         likes=(),
         joined=False,
         ranks=0,
-        disabled=settings.disabled | {"cycle"},
     )
     cut = choose_cut(halves.preamble, alone)
     least = least_memory(cut.problem, alone.hardware, alone.chunk_bytes)

@@ -49,6 +49,8 @@ class Settings:
     ``part``, ``outside``, ``arena``: see place.  ``likes``: problems and their plans; a problem of the same structure as one
     of them takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto"
     if that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
+    ``preamble``: whether it is the preamble of a model (hoisting.py), which runs once for many steps: as ``part``, and never
+    as a call of a cycle.
     ``ranks``: those on whose devices weights may lie in pieces, 0 if it is not known how many; with "auto" none do where the
     ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
@@ -65,6 +67,7 @@ class Settings:
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
+    preamble: bool = False
     ranks: int = 0
     disabled: frozenset[str] = field(default_factory=frozenset)
 
@@ -108,7 +111,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
         settings.hardware,
         settings.goal,
         chunk_bytes=settings.chunk_bytes,
-        part=settings.part,
+        part=settings.part or settings.preamble,
         like=like,
         inside=inside,
         outside=settings.outside,
@@ -179,7 +182,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
             problem, replace(settings, goal=goal, part=False), inside=repeats is not None, ends=ends
         ),
     )
-    alone = settings.part and repeats is None  # a part that nothing here can judge
+    alone = (settings.part and repeats is None) or settings.preamble  # a part that nothing here can judge
     judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
     names = _packed_weights(finest, settings, judge)

@@ -54,6 +54,7 @@ from chunkflow_compile.frontend.trace import (
     inline_regions,
     lower_to_aten,
     move_tables,
+    slow_inputs,
     weights_among,
 )
 from chunkflow_compile.hardware.caches import check_compile_cache
@@ -66,6 +67,7 @@ from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.hoisting import hoisting_of
 from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
@@ -83,6 +85,7 @@ from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.codes import Code, Codes, LoweredRegion, bare, decided
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
+from chunkflow_compile.runtime.hoisted import HoistedGraph, Preamble
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 
@@ -151,18 +154,21 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
             fixed = set() if placement is None else placement.fixed
             compiled, runner = _at_open_sizes(graph, inputs, compiler, fixed)
         progress.compiled(p.name for p in compiler.parameters)
-    part, program = compiler.settings.part, runner.codes.first.program
+    part, made = compiler.settings.part, runner.programs
+    offloaded = frozenset[str]().union(*(program.offloaded for program in made))
     if part:
         guard_hooks()
-    warn_if_nothing_streams(index, program)
-    if index.root is not None and not program.offloaded and (placement is None or placement.owned_arena is None):
+    warn_if_nothing_streams(index, made)
+    if index.root is not None and not offloaded and (placement is None or placement.owned_arena is None):
         warn_of_small_weights(index.root, min_bytes)  # of a pipeline, compile says it
     if index.root is not None and (placed is not None or _is_first_compilation()):
-        wanted = [weights[p.key] for p in compiler.parameters if p.name in program.offloaded]
+        wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
+    if isinstance(runner, HoistedGraph) and index.root is not None and (now := placement_of(index.root)) is not None:
+        now.share(runner.preamble)
     return compiled
 
 
@@ -210,13 +216,14 @@ def _compiler(
         device=device,
         min_bytes=min_bytes,
         expected=None if placement is None else placement.expected,
+        slow=slow_inputs(graph, chosen.hoist),
         pieces=_pieces_elsewhere(placement, buffers) if part else 0,
     )
 
 
 def _at_open_sizes(
     graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
-) -> tuple[Callable[..., Any], CompiledGraph]:
+) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
     """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols.
 
     ``fixed``: the names of the weights of graphs on which it has failed, to which this one's are added.
@@ -243,7 +250,7 @@ class _Compiler:
 
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
     being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
-    this rank's pieces of weights that other parts of the model read.
+    this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.
     """
 
     chosen: Options
@@ -256,36 +263,67 @@ class _Compiler:
     report: Callable[[str], object] = str
     expected: Goal | None = None
     pieces: int = 0
+    slow: frozenset[int] | None = None
 
-    def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph:
+    def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
         with dynamo_timed("chunkflow.program"):
             return self._runner(aten)
 
-    def _runner(self, aten: GraphModule) -> CompiledGraph:
+    def _runner(self, aten: GraphModule) -> CompiledGraph | HoistedGraph:
         self.report("planning")
-        chosen, tables = self.chosen, move_tables(aten, self.device)
+        tables = HostConstants(self.device, move_tables(aten, self.device))
+        traced = self._described(aten)
+        with dynamo_timed("chunkflow.hoist"):
+            goal = self.settings.goal
+            if goal.memory is None and goal.slowdown is None:  # as the owner of the model expects it
+                goal = goal.aimed_at(self.expected)
+            hoisting = hoisting_of(traced, replace(self.settings, goal=goal))
+        unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
+        if hoisting is None:
+            return self._graph(traced, unhoisted, tables)
+        halves, moved = hoisting.halves, HostConstants(self.device)
+        main = replace(hoisting.main, goal=unhoisted.goal)
+        placement = None if self.index.root is None else placement_of(self.index.root)
+        key = halves.key, self.chosen
+        preamble = None if placement is None else placement.preamble(key)
+        if preamble is None:
+            made = self._graph(halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
+            preamble = Preamble(made, halves, hoisting.rows, key)
+        whole = partial(_whole_again, self, traced, unhoisted)
+        return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
+
+    def _described(self, aten: GraphModule) -> Traced:
+        """The ATen graph, with what its nodes do not carry."""
+        chosen = self.chosen
         repeats = None
         if self.settings.part and self.index.root is not None:
             goal = self.settings.goal
             if goal.memory is None and goal.slowdown is None:
                 goal = goal.aimed_at(self.expected)
             repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], goal)
-        traced = describe_graph(aten, self.parameters, self.index.blocks, chosen.lowering != "eager", repeats)
+        fused = chosen.lowering != "eager"
+        return replace(describe_graph(aten, self.parameters, self.index.blocks, fused, repeats), slow=self.slow)
+
+    def _graph(
+        self, traced: Traced, settings: Settings, tables: HostConstants, pieces: Cut | None = None
+    ) -> CompiledGraph:
+        """``tables``: among the inputs of the graph.  ``pieces``: if it is cut already."""
+        chosen = self.chosen
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
         compressed = any(p.source.compressed for p in self.parameters)
-        if self.settings.goal.pack == "auto" and goal_of_cut(traced, self.settings).memory is None and not compressed:
+        if settings.goal.pack == "auto" and goal_of_cut(traced, settings).memory is None and not compressed:
             others.append(_NO_GOAL)
         note_ops_of_others(traced, others.append)
-        make = partial(run_passes, traced, self.settings, chosen.dump)
-        stage, folder = make()
+        make = partial(run_passes, traced, settings, chosen.dump)
+        stage, folder = make(pieces=pieces)
         assert stage.cut is not None
         if (able := compressible(stage.cut, self.weights)) != stage.cut.packed:
             stage, folder = make(pieces=packed(stage.cut, able))
         program = stage.program
         assert program is not None and stage.cut is not None
         self._refuse_pieces(program)
-        settings = replace(self.settings, goal=decided(self.settings.goal, stage.cut))
+        settings = replace(settings, goal=decided(settings.goal, stage.cut))
         with dynamo_timed("chunkflow.lowering"):
             regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
         for note in notes:
@@ -298,20 +336,20 @@ class _Compiler:
             notes=(*notes, *others),
             make=make,
             lower=partial(_lower_again, chosen),
-            replan_after=chosen.replan_after,
+            replan_after=0 if settings.preamble else chosen.replan_after,
             folder=folder,
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
-            cudagraphs=chosen.cudagraphs,
+            cudagraphs=False if settings.preamble else chosen.cudagraphs,
             pin_bytes=chosen.pin_bytes(),
-            advice=partial(_room_advice, program, chosen, settings.outside, goal=settings.goal),
+            advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
-        codes = Codes(code, traced, decided(chosen.goal, code.cut))
-        moved = HostConstants(self.device, tables)
-        return CompiledGraph(codes, place, _goal_of, chosen.arena, moved, chosen.pack is not False)
+        goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), code.cut)
+        changed = _no_other_goal if settings.preamble else _goal_of
+        return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)
 
     def _refuse_pieces(self, program: Program) -> None:
         """Raise ChunkflowError if the budget has no room for the pieces of the weights of all parts."""
@@ -327,14 +365,25 @@ class _Compiler:
             )
 
 
+def _whole_again(compiler: _Compiler, traced: Traced, settings: Settings) -> CompiledGraph:
+    """The graph that was hoisted, as one program, when Dynamo is not at work."""
+    with tracing(TracingContext(_fake_mode(traced.graph))):
+        return compiler._graph(traced, settings, HostConstants(compiler.device))
+
+
+def _fake_mode(graph: GraphModule) -> Any:
+    """That of the values in the metadata of a graph, or None."""
+    values = (node.meta.get("val") for node in graph.graph.nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
 def _lower_again(
     chosen: Options, program: Program, lowered: Mapping[str, LoweredRegion]
 ) -> Mapping[str, LoweredRegion]:
     """The regions of another program of a graph, when Dynamo is not at work.  ``lowered``: those that are, by their keys."""
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
-    values = (n.meta.get("val") for region in missing.values() for n in region.module.graph.nodes)
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    with tracing(TracingContext(mode)), dynamo_timed("chunkflow.lowering"):
+    modes = (mode for region in missing.values() if (mode := _fake_mode(region.module)) is not None)
+    with tracing(TracingContext(next(modes, None))), dynamo_timed("chunkflow.lowering"):
         fresh = lower_regions(replace(program, regions=missing), chosen.lowering, chosen.inductor)
     return {name: fresh[name] if name in fresh else lowered[r.info.key] for name, r in program.regions.items()}
 
@@ -370,6 +419,10 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
     """The goal that replan or a pipeline has set for the model of these weights, None if neither has."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
+
+
+def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:
+    """The goal of a preamble does not follow that of its model."""
 
 
 def _is_first_compilation() -> bool:
@@ -411,8 +464,8 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
         yield stage
 
 
-def _room_advice(program: Program, chosen: Options, outside: int, goal: Goal) -> str:
+def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
     """A sentence on what would fit, for the error when there is no room."""
-    least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)
+    least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)
     budget = "No budget was given" if goal.memory is None else f"The budget was memory={size(goal.memory)}"
     return f"{budget}, and the least that this model runs in is memory={enough(least)!r}. "

@@ -104,10 +104,10 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
         )
 
 
-def warn_if_nothing_streams(index: ModelIndex, program: Program) -> None:
+def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
     """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
-    nbytes = sum(w.nbytes for w in program.problem.weights if w.name in program.offloaded)
-    if index.maybe_block and nbytes and not program.plan.streamed:
+    nbytes = sum(w.nbytes for program in made for w in program.problem.weights if w.name in program.offloaded)
+    if index.maybe_block and nbytes and not any(program.plan.streamed for program in made):
         _warn_once(
             f"The plan streams none of the {size(nbytes)} of {type(index.root).__name__}. If it is a part of a model: "
             "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "

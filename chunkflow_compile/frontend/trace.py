@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
@@ -33,6 +35,8 @@ from chunkflow_compile.weights.leaves import leaves, with_leaves
 # Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
 NO_MODULE = "no module holds it"
 _NO_LIMIT = 1 << 30
+# The argument of a call, at the end of the name that Dynamo gives its source: L['timestep'] or L['kwargs']['timestep'].
+_OF_CALL = re.compile(r"^L(?:\['kwargs'\])?\['(\w+)'\]$")
 # ATen's ops for Tensor.to and Tensor.cuda.
 _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
 
@@ -200,6 +204,27 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
         p if uses[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
         for p in parameters
     ]
+
+
+def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> frozenset[int] | None:
+    """The indices of the inputs of a Dynamo graph that ``hoist`` names; None if it names none.
+
+    Raises ChunkflowError for a name that is no input's.
+    """
+    if isinstance(hoist, bool | str):
+        return None
+    found: dict[str, int] = {}
+    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        source = getattr(node, "_dynamo_source", None)
+        name = "" if source is None else str(source.name() if callable(source.name) else source.name)
+        if (inside := _OF_CALL.search(name)) is not None:
+            found[inside[1]] = index
+    if missing := [name for name in hoist if name not in found]:
+        raise ChunkflowError(
+            f"hoist={tuple(hoist)!r}: this graph has no input {missing[0]!r}; its inputs are {', '.join(found)}. Leave hoist "
+            "out for the models that have none."
+        )
+    return frozenset(found[name] for name in hoist)
 
 
 def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, str], torch.Tensor]:

@@ -105,14 +105,16 @@ class Phase:
         """The least bytes of weights on the device that its plans take, with those that never leave it."""
         codes = {id(program.code): program.code for program in programs(self.root)}.values()
         needed = [
-            least_memory(c.program.problem, c.settings.hardware, c.settings.chunk_bytes, c.settings.outside)
+            least_memory(
+                c.program.problem, c.settings.hardware, c.settings.chunk_bytes, c.settings.outside, c.settings.arena
+            )
             for c in codes
         ]
         return max([self.kept, *needed])
 
     def steps(self) -> dict[SingleCall, int]:
         """How often each of its programs has run."""
-        return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall)}
+        return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall) and not s.preamble}
 
     def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""

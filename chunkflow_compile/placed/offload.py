@@ -286,7 +286,7 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 def programs(model: nn.Module) -> tuple[SingleCall, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
-    running = (p for placement in placements_of(model) for p in placement.programs if not p.closed)
+    running = (p for placement in placements_of(model) for p in placement.programs if not p.closed and not p.preamble)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
 

@@ -40,6 +40,7 @@ from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.progress import moving
 
 if TYPE_CHECKING:
+    from chunkflow_compile.runtime.hoisted import Preamble
     from chunkflow_compile.runtime.single_call import SingleCall
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Placement:
         self.store = HostStore(weakref.ref(root), device, quiet, free, bound=bound, peers=ranks)
         self.guards = Guards(root, self.store, free)
         self.programs: list[SingleCall] = []
+        self._preambles: weakref.WeakSet[Preamble] = weakref.WeakSet()
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
@@ -121,6 +123,14 @@ class Placement:
     def current(self) -> bool:
         """Whether this is still the placement of its model."""
         return placement_of(self.root) is self
+
+    def preamble(self, key: object) -> Preamble | None:
+        """The preamble with this key that a graph of the model for another size has made, or None."""
+        return next((preamble for preamble in self._preambles if preamble.key == key), None)
+
+    def share(self, preamble: Preamble) -> None:
+        """Let graphs of the model for other sizes use a preamble, as long as a graph uses it."""
+        self._preambles.add(preamble)
 
     def arena(self, kind: DeviceKind) -> Arena:
         """The arena that the model's programs on one kind of device share."""

@@ -224,4 +224,5 @@ def decided(goal: Goal, cut: Cut) -> Goal:
 
 def bare(settings: Settings) -> Settings:
     """Without what differs between sizes of one call, and between calls."""
-    return replace(settings, likes=(), part=False, outside=0, goal=replace(settings.goal, pack=False, peers=False))
+    goal = replace(settings.goal, pack=False, peers=False, hoist=False)
+    return replace(settings, likes=(), part=False, outside=0, arena=0, goal=goal)

@@ -111,7 +111,8 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
     if any(settings != shared[0] for settings in shared):
         return None
     budget = max((m for call in calls if (m := call.code.settings.goal.memory) is not None), default=None)
-    return replace(shared[0], goal=replace(shared[0].goal, memory=budget), outside=_outside(calls))
+    arena = max(call.code.settings.arena for call in calls)
+    return replace(shared[0], goal=replace(shared[0].goal, memory=budget), outside=_outside(calls), arena=arena)
 
 
 def _outside(calls: Sequence[CallSite]) -> int:

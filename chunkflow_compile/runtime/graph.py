@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import takes_packed
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
@@ -129,12 +130,22 @@ class CompiledGraph:
     def _run(self, rows: Sequence[list[Any]]) -> list[Any]:
         """Run one step.  ``rows``: see :meth:`Executor.run`."""
         if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
-            return [_on_fakes(mode, self.codes.graph, inputs) for inputs in rows]
-        inputs = rows[0]  # the others have the same weights and sizes
-        weights = self._weights(inputs)
+            return [on_fakes(mode, self.codes.graph, inputs) for inputs in rows]
         if self._tables.positions:
             for row in rows:
                 self._tables.move(row)
+        with self.ready(rows[0]) as program:  # the others have the same weights and sizes
+            return program.run(rows)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What was compiled, at the sizes for which it was."""
+        return (self.codes.first.program,)
+
+    @contextlib.contextmanager
+    def ready(self, inputs: Sequence[Any]) -> Iterator[SingleCall]:
+        """The program that fits a call with these inputs, while the lock of its arena is held."""
+        weights = self._weights(inputs)
         noticed = False
         while True:
             sizes = self.codes.sizes(inputs)
@@ -147,7 +158,8 @@ class CompiledGraph:
                 program.call.notice(again=noticed)
                 with program.arena.lock():
                     if not program.closed and program.call.fits(weights):
-                        return program.run(rows)
+                        yield program
+                        return
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
@@ -288,7 +300,7 @@ def _shape(value: Any) -> str:
     return str(value) if isinstance(value, int) else type(value).__name__
 
 
-def _on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
+def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
     """The outputs of an ATen graph, as fake tensors of ``mode``, whatever tensors the inputs are."""
 
     def fake(value: Any) -> Any:

@@ -71,6 +71,7 @@ class Order:
         """What a call reads, region by region, with the collectives between; None if the user chose its placement."""
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
+        chosen = chosen or settings.preamble
         if chosen or "cycle" in settings.disabled or not buffers:
             for cycle in self.cycles_of(call):
                 self.forget(cycle)

@@ -84,6 +84,11 @@ class SingleCall(BoundCycle):
         return self.call.program
 
     @property
+    def preamble(self) -> bool:
+        """Whether it computes what crosses into another program (hoisted.py), and is planned with that one."""
+        return self.code.settings.preamble
+
+    @property
     def budget(self) -> tuple[int, int | None]:
         return self.call.budget
 

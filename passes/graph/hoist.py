@@ -14,8 +14,9 @@ Contract
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +61,7 @@ class Halves:
     ``preamble_inputs``, ``main_inputs``: where the inputs of each half come from; main's are followed by what crosses, in the
     order of the outputs of the preamble.  ``slow``: inputs of the preamble that are no weights.  ``hoisted``: names of the
     weights that only the preamble reads, and ``hoisted_bytes`` of them that are streamed.  ``row_bytes``: of what crosses.
+    ``key``: equal for preambles of the same ops on inputs of the same kind.
     """
 
     preamble: Traced
@@ -70,15 +72,16 @@ class Halves:
     hoisted: tuple[str, ...]
     hoisted_bytes: int
     row_bytes: int
+    key: str
 
 
-def split(traced: Traced, slow: Collection[int] | None = None) -> Halves | None:
+def split(traced: Traced) -> Halves | None:
     """The halves of a graph; None if there is nothing to hoist.
 
-    ``slow``: the indices of the slow inputs in the Dynamo graph; None for the inputs of at most :data:`MOST_SLOW_BYTES` that
-    are smaller than the largest result, which is as large as the latent.
+    The slow inputs are those that the Traced names, or else the inputs of at most :data:`MOST_SLOW_BYTES` that are smaller
+    than the largest result, which is as large as the latent.
     """
-    found = _Slow(traced, slow)
+    found = _Slow(traced)
     crossing = found.crossing()
     if not crossing:
         return None
@@ -93,10 +96,11 @@ def split(traced: Traced, slow: Collection[int] | None = None) -> Halves | None:
     if not any(parameters[n].keep is None for n in hoisted):
         return None
     names = {parameters[n].name for n in hoisted}
+    preamble_graph = _preamble(traced, [n for n in found.nodes if n in preamble], crossing)
     return Halves(
         preamble=_part(
             traced,
-            _preamble(traced, [n for n in found.nodes if n in preamble], crossing),
+            preamble_graph,
             {parameters[n] for n in of_preamble if n in parameters},
             large=tuple(each for each in traced.large if each[0] in names),
         ),
@@ -112,13 +116,15 @@ def split(traced: Traced, slow: Collection[int] | None = None) -> Halves | None:
         hoisted=tuple(parameters[n].name for n in hoisted),
         hoisted_bytes=sum(nbytes(n) for n in hoisted if parameters[n].keep is None),
         row_bytes=sum(map(nbytes, crossing)),
+        key=_key(preamble_graph, [parameters[n].name if n in parameters else "" for n in of_preamble]),
     )
 
 
 class _Slow:
     """What a graph computes from slow inputs.  ``nodes``: in program order.  ``parameters``: by their placeholders."""
 
-    def __init__(self, traced: Traced, slow: Collection[int] | None) -> None:
+    def __init__(self, traced: Traced) -> None:
+        slow = traced.slow
         self.nodes = list(traced.graph.graph.nodes)
         by_key = {p.key: p for p in traced.parameters}
         keys = {n: input_key(n.meta.get("desc")) for n in self.nodes if n.op == "placeholder"}
@@ -283,6 +289,14 @@ def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept
         if node in kept and node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return GraphModule(traced.graph, graph)
+
+
+def _key(preamble: GraphModule, weights: Sequence[str]) -> str:
+    """``weights``: for each input, the name of the weight that it is, or nothing."""
+    numbers: dict[Any, int] = {}
+    results = _numbered(preamble, range(len(weights)), numbers).results
+    values = [str(n.meta["val"]) for n in preamble.graph.find_nodes(op="placeholder")]
+    return hashlib.sha256(repr((weights, values, [*numbers], results)).encode()).hexdigest()
 
 
 def check_halves(traced: Traced, halves: Halves) -> None:

@@ -29,7 +29,8 @@ class Traced:
     ``unknown``: the bounds of those among them that no call gives.  ``large``: names and bytes of the weights that are
     offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will
     fuse its ops.  ``repeats``: of a graph of one block of a model; None for any other.  ``together``: the ranks that run it
-    at the same time, see :class:`Problem`.
+    at the same time, see :class:`Problem`.  ``slow``: the indices of the inputs of the Dynamo graph that take few values
+    (hoist.py); None if they are to be found.
     """
 
     graph: GraphModule
@@ -42,3 +43,4 @@ class Traced:
     fused: bool = True
     repeats: Repeats | None = None
     together: int = 1
+    slow: frozenset[int] | None = None
