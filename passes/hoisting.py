@@ -10,6 +10,7 @@ Contract
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import Halves, split
@@ -34,6 +35,32 @@ _REGIONS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class HoistingFigures:
+    """What hoisting takes and saves, in numbers.
+
+    ``weights``, ``nbytes``: the weights that are hoisted.  ``values``, ``row_bytes``: size of a row.  ``slow``: number of
+    inputs that the rows depend on.  ``rows``: most that the table holds.  ``outside``, ``arena``: of the settings of main.
+    ``fill_s``: seconds of a pass over the preamble, for the rows of a generation of :data:`STEPS` steps.
+    """
+
+    weights: int
+    nbytes: int
+    values: int
+    row_bytes: int
+    slow: int
+    rows: int
+    outside: int
+    arena: int
+    fill_s: float
+
+    @property
+    def seconds_per_call(self) -> float:
+        """What the preamble adds to a call: a pass per generation, nothing if one input alone, as the timestep, is slow,
+        because it takes the same values in the next generation."""
+        return self.fill_s / STEPS if self.slow > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hoisting:
     """Both halves of a model as they are planned.
 
@@ -48,22 +75,27 @@ class Hoisting:
     main: Settings
     rows: int
 
-    @property
-    def table_bytes(self) -> int:
-        """Most bytes of the table."""
-        return self.rows * self.halves.row_bytes
+    @cached_property
+    def figures(self) -> HoistingFigures:
+        halves = self.halves
+        return HoistingFigures(
+            weights=len(halves.hoisted),
+            nbytes=halves.hoisted_bytes,
+            values=len(halves.preamble.graph.graph.output_node().all_input_nodes),
+            row_bytes=halves.row_bytes,
+            slow=len(halves.slow),
+            rows=self.rows,
+            outside=self.main.outside,
+            arena=self.main.arena,
+            fill_s=self._fill_seconds(STEPS),
+        )
 
-    def fill_seconds(self, rows: int = STEPS) -> float:
+    def _fill_seconds(self, rows: int) -> float:
         """The predicted time of a pass over the preamble that computes so many rows."""
         problem, settings = self.preamble_cut.problem, self.preamble
         regions = tuple(replace(r, cost=r.cost.repeated(rows)) for r in problem.regions)
         simulator = Simulator(replace(problem, regions=regions), settings.hardware, settings.chunk_bytes)
-        return simulator.step_under(self.preamble_plan)
-
-    def seconds_per_step(self, steps: int = STEPS) -> float:
-        """What the preamble adds to a step: a pass per generation, none if one input alone, as the timestep, is slow, which
-        takes the same values in the next generation."""
-        return self.fill_seconds(steps) / steps if len(self.halves.slow) > 1 else 0.0
+        return round(simulator.step_under(self.preamble_plan), 9)
 
 
 def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
@@ -135,7 +167,7 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
         return True
     hoisted = _plan_of(hoisting.halves.main, hoisting.main)
     assert today.predicted is not None and hoisted.predicted is not None
-    step_s = hoisted.predicted.step_s + hoisting.seconds_per_step()
+    step_s = hoisted.predicted.step_s + hoisting.figures.seconds_per_call
     if settings.goal.memory is not None:
         return step_s < today.predicted.step_s
     longest = settings.goal.longest * today.predicted.resident_step_s

@@ -13,7 +13,7 @@ from chunkflow_compile.units import enough
 
 # The machine that commands plan for where none is named and there is no GPU.
 DEFAULT_MACHINE = "rtx-4090-pcie"
-# What the values of --pack and --peers mean.
+# What the values of --pack, --peers and --hoist mean.
 FORMS: dict[str, Literal[False, True, "auto"]] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 _TUNING = {
@@ -35,7 +35,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     ``or_plan``: accept a plan file instead of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the SSD.
     """
     add, models = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
-    parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=())
+    parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=(), hoist="no")
     if or_plan:
         add("model", metavar="MODEL|PLAN", help=f"{models}; or a plan file")
     else:
@@ -117,6 +117,15 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
         "make a step within --memory faster (default no)"
     )
     parser.add_argument("--pack", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=which)
+
+
+def add_hoist(parser: argparse.ArgumentParser) -> None:
+    """Add the option of hoisted products; ``FORMS`` has what its values mean."""
+    which = (
+        "compute what no latent reaches, such as modulations by the timestep, once for many steps, so that its weights are "
+        "not copied in each; auto: if a step is then shorter (default no)"
+    )
+    parser.add_argument("--hoist", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=which)
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,17 @@ from chunkflow_compile.catalog.published import PUBLISHED
 from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, OPTIONAL_PASSES, POLICIES, SHARDED, STAGES
 from chunkflow_compile.report.record import PROSE_WIDTH
 
-from .arguments import SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_pack, add_sizes
+from .arguments import (
+    SIZES,
+    add_hardware,
+    add_hoist,
+    add_json,
+    add_kernels,
+    add_lowering,
+    add_model,
+    add_pack,
+    add_sizes,
+)
 
 # Measured steps per arm.
 _DEMO_STEPS = 3
@@ -84,6 +94,7 @@ def _bench(parser: ArgumentParser) -> None:
 
 def _plan(parser: ArgumentParser) -> None:
     add_model(parser, or_blocks=True)
+    add_hoist(parser)
     add_json(parser, "the plan, or the points of the curve,")
     weights = "also list every block, and every weight with the reason for its place"
     parser.add_argument("--weights", action="store_true", help=weights)
@@ -100,6 +111,7 @@ def _pipeline(parser: ArgumentParser) -> None:
     add_hardware(parser)
     add_kernels(parser)
     add_pack(parser)
+    add_hoist(parser)
     add("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     add_sizes(parser, ("frames", "height", "width"), "sizes (default: the published sizes)")
     add("--picture", metavar="PNG", help="draw the GPU memory over the generation")
@@ -110,6 +122,7 @@ def _pipeline(parser: ArgumentParser) -> None:
 
 def _simulate(parser: ArgumentParser) -> None:
     add_model(parser)
+    add_hoist(parser)
     which = (
         f"one of {', '.join(SIMULATED)} (default: all except {HOST_YIELD}, with layerwise-prefix only if --memory is "
         f"set, and {' and '.join(SHARDED)} only on several ranks)"

@@ -37,8 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     said = f"the smallest plan that takes at most {goal.longest:g} times as long as all-resident"
     if goal.memory is not None:
         said = f"the fastest plan within {size(goal.memory)}"
-    say(arguments, f"{answer(plan, target.problem, target.forwards)}\n\n{target.heading}\ngoal: {said}\n")
-    say(arguments, summary_table(plan, target.problem, target.forwards))
+    say(
+        arguments,
+        f"{answer(plan, target.problem, target.forwards, target.hoisted)}\n\n{target.heading}\ngoal: {said}\n",
+    )
+    say(arguments, summary_table(plan, target.problem, target.forwards, target.hoisted))
     if arguments.weights:
         named = {w.name for w in target.problem.weights if w.source.compressed}
         say(arguments, f"\n{blocks_table(plan, target.problem)}\n\n{weights_table(plan.weights, named)}")
@@ -54,6 +57,8 @@ def _curve(arguments: argparse.Namespace) -> int:
         check_picture(picture)
     if arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto":
         raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
+    if arguments.hoist != "no":
+        raise ChunkflowError("--curve plans the whole model for each budget: leave out --hoist.")
     progress = Progress(2)
     target = load_target(arguments, progress)
     with progress.phase("planning for each budget"):

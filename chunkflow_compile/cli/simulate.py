@@ -12,7 +12,7 @@ from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED, 
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
-from chunkflow_compile.report.plan_tables import packing_sentence, part_of, peers_sentence
+from chunkflow_compile.report.plan_tables import hoisting_sentence, packing_sentence, part_of, peers_sentence
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, prose, seconds, table
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded, why_not
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         return sweep(arguments)
     if arguments.policy == "layerwise-prefix" and not arguments.memory:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
-    for name in ("pack", "peers"):
+    for name in ("pack", "peers", "hoist"):
         if arguments.policy in _RAW and getattr(arguments, name) != "no":
             what = "copies nothing" if arguments.policy == "resident" else "has weights as they are"
             raise ChunkflowError(f"--{name} with policy {arguments.policy}, which {what}: leave out one of the two.")
@@ -51,10 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
         cfg_parallel=target.cfg_parallel,
         arms={policy: arm for policy, (arm, _) in predicted.items()},
     )
-    raw = ", ".join(policy for policy in _RAW if policy in policies)
+    raw = ", ".join(policy for policy in policies if _is_raw(target, policy))
     others = f", but for policy {raw}" if raw else ""
     packed = f"; packed{others}: {packing}" if (packing := packing_sentence(target.problem)) else ""
     pieces = f"; in pieces{others}: {peers}" if (peers := peers_sentence(target.problem)) else ""
+    if target.hoisted is not None:
+        pieces += f"; hoisted{others}: {hoisting_sentence(target.hoisted)}"
     calls = {policy: call for policy, (_, call) in predicted.items()}
     shown = replace(record, arms={p: _per_forward(arm, target.forwards) for p, arm in record.arms.items()})
     say(arguments, f"{prose(_answer(shown, target.settings.goal))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
@@ -82,8 +84,21 @@ def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Pre
     # The flag of host-yield delays only copies that the host has not yet issued, and a host that runs ahead has issued them.
     plan = _plan(target, "layerwise" if policy == "host-yield" else policy)
     assert plan.predicted is not None
-    total = sum(weight.nbytes for weight in plan.weights)
-    return ArmRecord.predicted(plan, plan.predicted, total, target.forwards), plan.predicted
+    total, hoisted = sum(weight.nbytes for weight in plan.weights), target.hoisted
+    arm = ArmRecord.predicted(plan, plan.predicted, total, target.forwards)
+    if hoisted is not None and not _is_raw(target, policy):
+        arm = replace(
+            arm,
+            step_s=(arm.step_s or 0.0) + hoisted.seconds_per_call * target.forwards,
+            weights_device_bytes=plan.device_bytes + hoisted.outside,
+            weights_total_bytes=total + hoisted.nbytes,
+        )
+    return arm, plan.predicted
+
+
+def _is_raw(target: Target, policy: Policy | OnlyPredicted) -> bool:
+    """Whether a policy has the whole model, with weights as they are."""
+    return policy in _RAW or (target.hoisted is not None and policy != "chunkflow")
 
 
 def _plan(target: Target, policy: Policy) -> Plan:
@@ -92,7 +107,7 @@ def _plan(target: Target, policy: Policy) -> Plan:
     if policy != "chunkflow":
         memory = goal.memory if policy in BUDGETED else None
         goal = replace(goal, policy=policy, memory=memory, slowdown=None, yields="auto")
-    return target.plan(problem=target.raw if policy == "resident" else target.problem, goal=goal)
+    return target.plan(problem=target.raw if _is_raw(target, policy) else target.problem, goal=goal)
 
 
 def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:

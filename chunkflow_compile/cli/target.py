@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from chunkflow_compile.catalog.branches import BRANCHES
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
@@ -24,6 +24,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.stored import body_of, traced_from
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.hoisting import Hoisting, HoistingFigures, hoisting_of
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
@@ -37,8 +38,14 @@ from .arguments import FORMS, add_model, sizes_given
 from .machine import choose_hardware, machine, note_hardware
 from .output import save_traceback
 
-# A problem, and the same with no weight packed and none in pieces.
-Problems = tuple[Problem, Problem]
+
+class Problems(NamedTuple):
+    """``problem``: of what runs in every step.  ``raw``: of the whole model, with no weight packed, in pieces or hoisted.
+    ``hoisted``: what is hoisted, None if nothing is."""
+
+    problem: Problem
+    raw: Problem
+    hoisted: HoistingFigures | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +77,23 @@ class Target:
     def cut(self) -> Cut:
         """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to
         lie in pieces on the ranks' devices, and none can."""
-        cut = choose_cut(self.traced, self.settings)
+        hoisting = self._hoisting
+        cut = (
+            choose_cut(self.traced, self.settings)
+            if hoisting is None
+            else choose_cut(hoisting.halves.main, hoisting.main)
+        )
         if self.settings.goal.pack and not packable(cut.raw or cut):
             raise ChunkflowError(
                 f"--pack packs contiguous weights of bfloat16, each read by one region, and {self.title} has none: leave it "
                 "out, or give a model in bfloat16."
             )
         return cut
+
+    @cached_property
+    def _hoisting(self) -> Hoisting | None:
+        """Raises ChunkflowError if products are to be hoisted and none can."""
+        return hoisting_of(self.traced, self.settings)
 
     @property
     def _entry(self) -> Entry[Problems] | None:
@@ -92,23 +109,32 @@ class Target:
         return None if self._entry is None else self._entry.find()
 
     @cached_property
-    def _both(self) -> Problems:
+    def _found(self) -> Problems:
         if self.kept is not None:
             return self.kept
-        changed = self.settings.goal.pack or self.settings.goal.peers
-        both = self.cut.problem, on_peers(packed(self.cut, ()), (), 0).problem if changed else self.cut.problem
+        goal, problem = self.settings.goal, self.cut.problem
+        raw = on_peers(packed(self.cut, ()), (), 0).problem if goal.pack or goal.peers else problem
+        if (hoisting := self._hoisting) is not None:
+            plain = replace(goal, pack=False, peers=False, hoist=False)
+            raw = choose_cut(self.traced, replace(self.settings, goal=plain)).problem
+        found = Problems(problem, raw, None if hoisting is None else hoisting.figures)
         if self._entry is not None:
-            self._entry.keep(both)
-        return both
+            self._entry.keep(found)
+        return found
 
     @cached_property
     def problem(self) -> Problem:
-        return self._where_it_runs(self._both[0])
+        return self._where_it_runs(self._found.problem)
 
     @cached_property
     def raw(self) -> Problem:
-        """With no weight packed, and none in pieces."""
-        return self._where_it_runs(self._both[1])
+        """The whole model, with no weight packed, in pieces or hoisted."""
+        return self._where_it_runs(self._found.raw)
+
+    @property
+    def hoisted(self) -> HoistingFigures | None:
+        """What is hoisted, None if nothing is."""
+        return self._found.hoisted
 
     def _where_it_runs(self, problem: Problem) -> Problem:
         """In blocks, and with weights on the drive, if the command asks for it."""
@@ -130,7 +156,10 @@ class Target:
 
     def plan(self, problem: Problem | None = None, **other: Any) -> Plan:
         """The plan for the goal of the command, or for another form of the problem, or for ``other`` settings."""
-        plan = make_plan(problem or self.problem, replace(self.settings, **other), inside=self.regional)
+        settings, problem = self.settings, problem or self.problem
+        if self.hoisted is not None and problem is self.problem:
+            settings = replace(settings, outside=self.hoisted.outside, arena=self.hoisted.arena)
+        plan = make_plan(problem, replace(settings, **other), inside=self.regional)
         return replace(plan, model=self.title)
 
     @property
@@ -171,6 +200,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         group_bytes=None if arguments.group_bytes is None else parse_bytes(arguments.group_bytes, "group_bytes"),
         disable=tuple(arguments.disable_pass),
         pack=FORMS[arguments.pack],
+        hoist=FORMS[arguments.hoist],
     )
 
 
@@ -187,6 +217,10 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
     if options.goal.pack == "auto" and options.goal.memory is None:
         raise ChunkflowError(
             "--pack auto chooses for a budget: give --memory, or --pack for all weights that can be packed."
+        )
+    if options.hoist and arguments.regional:
+        raise ChunkflowError(
+            "--hoist splits the whole model, and --regional plans its blocks one by one: leave one out."
         )
     hardware = machine(settings.hardware, arguments)
     peers = _peers(hardware, arguments)
@@ -273,13 +307,14 @@ def trace_entry(key: Mapping[str, Any]) -> Entry[Traced]:
     return Entry(kind="trace", key=key, write=body_of, read=traced_from)
 
 
-def _bodies(problems: Problems) -> list[Any]:
-    return [problem.body for problem in dict.fromkeys(problems)]
+def _bodies(found: Problems) -> list[Any]:
+    hoisted = None if found.hoisted is None else asdict(found.hoisted)
+    return [hoisted, *(problem.body for problem in dict.fromkeys((found.problem, found.raw)))]
 
 
 def _problems(bodies: Sequence[Any]) -> Problems:
-    problems = [Problem.from_body(body) for body in bodies]
-    return problems[0], problems[-1]
+    problems = [Problem.from_body(body) for body in bodies[1:]]
+    return Problems(problems[0], problems[-1], None if bodies[0] is None else HoistingFigures(**bodies[0]))
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import groupby
 
+from chunkflow_compile.passes.hoisting import STEPS, HoistingFigures
 from chunkflow_compile.passes.plan import Plan, WeightPlan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import size
@@ -12,14 +13,29 @@ from chunkflow_compile.units import size
 from .record import fitted, prose, seconds
 
 
-def answer(plan: Plan, problem: Problem, forwards: int) -> str:
-    """The result of planning in a sentence: the time of a forward, compared with all weights resident, and GPU memory."""
+def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
+    """The result of planning in a sentence: the time of a forward, compared with all weights resident, and GPU memory.
+
+    ``hoisted``: what is computed once for many steps; its share is a part of the time and of the memory.
+    """
     predicted = plan.predicted
     assert predicted is not None
-    ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
-    held = f"{part_of(plan.device_bytes, problem.total_bytes)} of weights on the GPU"
-    step = f"; {forwards} forwards per step, {seconds(predicted.step_s * forwards)}" if forwards > 1 else ""
-    return prose(f"{seconds(predicted.step_s)} per forward, {ratio:.3f} times all-resident; {held}{step}")
+    forward_s = forward_seconds(plan, hoisted)
+    ratio = forward_s / (predicted.resident_step_s or 1.0)
+    held = f"{_held(plan, problem, hoisted)} of weights on the GPU"
+    step = f"; {forwards} forwards per step, {seconds(forward_s * forwards)}" if forwards > 1 else ""
+    return prose(f"{seconds(forward_s)} per forward, {ratio:.3f} times all-resident; {held}{step}")
+
+
+def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
+    """A forward, with its share of what is computed once for many steps."""
+    assert plan.predicted is not None
+    return plan.predicted.step_s + (0.0 if hoisted is None else hoisted.seconds_per_call)
+
+
+def _held(plan: Plan, problem: Problem, hoisted: HoistingFigures | None) -> str:
+    outside, elsewhere = (0, 0) if hoisted is None else (hoisted.outside, hoisted.nbytes)
+    return part_of(plan.device_bytes + outside, problem.total_bytes + elsewhere)
 
 
 def part_of(part: int, whole: int) -> str:
@@ -29,26 +45,33 @@ def part_of(part: int, whole: int) -> str:
     return f"{value if large.endswith(f' {unit}') else small} of {large}"
 
 
-def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
-    """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step."""
+def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
+    """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step.  ``hoisted``: see answer."""
     predicted = plan.predicted
     assert predicted is not None
     rows = [
-        ("forward", seconds(predicted.step_s)),
+        ("forward", seconds(forward_seconds(plan, hoisted))),
         ("all-resident forward", seconds(predicted.resident_step_s)),
         ("compute", seconds(predicted.compute_s)),
         ("waiting for weights", seconds(predicted.exposed_s)),
         ("copies in total", seconds(predicted.copy_s)),
-        ("weights on the GPU", part_of(plan.device_bytes, problem.total_bytes)),
+        ("weights on the GPU", _held(plan, problem, hoisted)),
         ("of which arena", size(plan.arena_bytes)),
         ("copied per forward", size(plan.moved_bytes)),
     ]
     if forwards > 1:
-        rows.insert(1, ("forwards per step", f"{forwards}, {seconds(predicted.step_s * forwards)} per step"))
+        rows.insert(
+            1, ("forwards per step", f"{forwards}, {seconds(forward_seconds(plan, hoisted) * forwards)} per step")
+        )
     if problem.collectives:
         added = seconds(predicted.inflation_s)
         count = f"{len(problem.collectives)} of them"
         rows.insert(-5, ("collectives", f"{seconds(predicted.collective_s)} in {count}, {added} added by copies"))
+    if hoisted is not None:
+        rows.append(("hoisted", hoisting_sentence(hoisted)))
+        rows.append(("rows", f"{hoisted.rows} at most, {size(hoisted.rows * hoisted.row_bytes)} on the GPU"))
+        share = f" per generation, {seconds(hoisted.seconds_per_call)} per forward of {STEPS}"
+        rows.append(("computing rows", f"{seconds(hoisted.fill_s)}{share if hoisted.seconds_per_call else ', once'}"))
     if packed := packing_sentence(problem):
         rows.append(("packed", packed))
     if peers := peers_sentence(problem):
@@ -71,6 +94,15 @@ def packing_sentence(problem: Problem) -> str:
     return (
         f"{len(packed)} of {len(problem.weights)} weights, {size(before)} in {size(after)}, "
         f"{size(problem.unpacked_bytes)} of values at a time"
+    )
+
+
+def hoisting_sentence(hoisted: HoistingFigures) -> str:
+    """What is computed once for many steps."""
+    inputs = "1 small input" if hoisted.slow == 1 else f"{hoisted.slow} small inputs"
+    return (
+        f"{hoisted.weights} weights, {size(hoisted.nbytes)}, by {inputs} alone; {hoisted.values} values, "
+        f"{size(hoisted.row_bytes)} per row"
     )
 
 
