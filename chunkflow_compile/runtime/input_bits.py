@@ -1,0 +1,212 @@
+"""The exact bits of the small inputs of a call, known on the host with as few reads of device memory as possible."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# The dtype, shape and bytes of a tensor; the type and value of another input.  Two are equal only if all bits are.
+Bits: TypeAlias = tuple[Any, ...]
+
+# A base of at most this many bytes is read whole, so that all views of it are known: a schedule has 4 KB at most.
+MOST_BASE_BYTES = 64 << 10
+
+# Tensors that are built from bits begin at multiples of this many bytes, as allocations do for vectorized kernels.
+_ALIGNMENT = 64
+
+
+@dataclass
+class BitSources:
+    """How often the bits of an input were found in each way, and the number of transfers to the host."""
+
+    same_object: int = 0
+    view_of_base: int = 0
+    on_host: int = 0
+    read: int = 0
+    transfers: int = 0
+
+
+class InputBits:
+    """Finds the bits of inputs.  Not thread-safe: the caller holds the arena's lock.
+
+    Values in host memory are read directly.  The bits of a tensor on a device are known without a transfer if they were read
+    before from the same object, which is held weakly, at the same ``_version`` and layout, or if the tensor is a view of a
+    small base of which this is true.  All other tensors of a call are read in one transfer.  A write that torch does not
+    count, such as one by a kernel of the user's own or through ``.data``, is not noticed in a tensor on a device.  Inference
+    tensors count no versions, so they are read in every call.
+
+    ``on_host``: whether a tensor is in host memory; tests replace it to run without a device.
+    """
+
+    def __init__(self, on_host: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cpu) -> None:
+        self._on_host = on_host
+        self._known: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # tensor -> its state when it was read, its bytes
+        self.sources = BitSources()
+
+    def find(self, values: Sequence[Any]) -> list[Bits]:
+        """The bits of each value, after at most one transfer."""
+        found = [self._without_transfer(value) for value in values]
+        unknown = [i for i, bits in enumerate(found) if bits is None]
+        if unknown:
+            for i, content in zip(unknown, self._read([values[i] for i in unknown]), strict=True):
+                found[i] = values[i].dtype, values[i].shape, content
+        return found  # type: ignore[return-value]
+
+    def elements_of_base(self, view: Any) -> tuple[list[bytes], int] | None:
+        """The elements of the base of which ``view`` repeats one, and the index of that one; None for any other input.
+
+        The elements of a tensor on a device are known here only after :meth:`find`.
+        """
+        if not isinstance(view, torch.Tensor) or not _repeats_one(view) or (base := _small_base(view)) is None:
+            return None
+        content = _host_bytes(base) if self._on_host(base) else self._same(base)
+        return None if content is None else (split(content, base.element_size()), _first_element(base, view))
+
+    def _without_transfer(self, value: Any) -> Bits | None:
+        if not isinstance(value, torch.Tensor):
+            self.sources.on_host += 1
+            return _number(value)
+        if self._on_host(value):
+            self.sources.on_host += 1
+            content: bytes | None = _host_bytes(value)
+        elif (content := self._same(value)) is not None:
+            self.sources.same_object += 1
+        elif (base := _small_base(value)) is not None and (whole := self._same(base)) is not None:
+            self.sources.view_of_base += 1
+            content = _cut(whole, base, value)
+            self._known[value] = _state(value), content
+        return None if content is None else (value.dtype, value.shape, content)
+
+    def _same(self, tensor: torch.Tensor) -> bytes | None:
+        if tensor.is_inference():  # it has no version
+            return None
+        known: tuple[object, bytes] | None = self._known.get(tensor)
+        return known[1] if known is not None and known[0] == _state(tensor) else None
+
+    def _read(self, tensors: list[torch.Tensor]) -> list[bytes]:
+        """The bytes of each tensor, in one transfer.  Of a view of a small base the whole base is read."""
+        bases = [_small_base(tensor) for tensor in tensors]
+        wanted = {
+            id(t): t for t in (tensor if base is None else base for tensor, base in zip(tensors, bases, strict=True))
+        }
+        states = [None if t.is_inference() else _state(t) for t in (*wanted.values(), *tensors)]
+        whole = dict(zip(wanted, self._transfer(list(wanted.values())), strict=True))
+        contents = [
+            whole[id(tensor)] if base is None else _cut(whole[id(base)], base, tensor)
+            for tensor, base in zip(tensors, bases, strict=True)
+        ]
+        read = zip((*wanted.values(), *tensors), states, (*whole.values(), *contents), strict=True)
+        for tensor, state, content in read:
+            if state is not None:
+                self._known[tensor] = state, content
+        self.sources.read += len(tensors)
+        return contents
+
+    def _transfer(self, tensors: list[torch.Tensor]) -> list[bytes]:
+        self.sources.transfers += 1
+        # not view(torch.uint8) alone: a contiguous tensor of one element may have a stride of 0
+        dense = [_dense(tensor) for tensor in tensors]
+        flat = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in dense]
+        content = _host_bytes((flat[0] if len(flat) == 1 else torch.cat(flat)).cpu())
+        ends = [0]
+        for tensor in flat:
+            ends.append(ends[-1] + tensor.numel())
+        return [content[start:end] for start, end in pairwise(ends)]
+
+
+def split(content: bytes, nbytes: int) -> list[bytes]:
+    """The elements of ``nbytes`` each."""
+    return [content[i : i + nbytes] for i in range(0, len(content), nbytes)]
+
+
+def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
+    """Values of exactly these bits.  Tensors have the layout and device of ``like``, and are moved there in one copy.
+
+    None for a tensor that this layout cannot hold: its values differ where ``like`` repeats one element.
+    """
+    if not isinstance(like, torch.Tensor):
+        return [_number_of(bits) for bits in wanted]
+    item, layout = like.element_size(), (like.size(), like.stride())
+    span = 1 + sum((size - 1) * stride for size, stride in zip(*layout, strict=True))
+    places = torch.arange(span).as_strided(*layout).reshape(-1)
+    contents = torch.frombuffer(bytearray(b"".join(bits[-1] for bits in wanted)), dtype=torch.uint8)
+    contents = contents.reshape(len(wanted), -1, item)
+    host = torch.zeros(len(wanted), -(-span * item // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
+    spans = host[:, : span * item].unflatten(1, (span, item))
+    spans[:, places] = contents
+    held = (spans[:, places] == contents).flatten(1).all(1).tolist()
+    moved = host.to(like.device).view(like.dtype)
+    return [row.as_strided(*layout) if fits else None for row, fits in zip(moved, held, strict=True)]
+
+
+def _number(value: Any) -> Bits:
+    # == holds for 0.0 and -0.0, and not for a NaN and itself
+    if isinstance(value, float):
+        return float, struct.pack("d", value)
+    if isinstance(value, complex):
+        return complex, struct.pack("dd", value.real, value.imag)
+    return type(value), value
+
+
+def _number_of(bits: Bits) -> Any:
+    kind, content = bits
+    if kind is float:
+        return struct.unpack("d", content)[0]
+    return complex(*struct.unpack("dd", content)) if kind is complex else content
+
+
+def _state(tensor: torch.Tensor) -> object:
+    """Equal as long as nothing has written to the tensor, or given it other memory, as an assignment to ``.data`` does."""
+    return tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _host_bytes(tensor: torch.Tensor) -> bytes:
+    dense = _dense(tensor)
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes)
+
+
+def _repeats_one(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a tensor are one element in memory."""
+    return tensor.numel() > 0 and not any(
+        size > 1 and stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _small_base(view: torch.Tensor) -> torch.Tensor | None:
+    """The base of a view, if it is small enough to be read whole, and its elements are those of the view."""
+    base = view._base
+    if base is None or base.nbytes > MOST_BASE_BYTES or base.dtype != view.dtype or not base.is_contiguous():
+        return None
+    if view.is_inference() or any(t.is_conj() or t.is_neg() for t in (base, view)) or not view.numel():
+        return None
+    first = _first_element(base, view)
+    last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return base if first >= 0 and last < base.numel() else None  # as_strided may leave the base
+
+
+def _first_element(base: torch.Tensor, view: torch.Tensor) -> int:
+    return int(view.storage_offset() - base.storage_offset())
+
+
+def _cut(whole: bytes, base: torch.Tensor, view: torch.Tensor) -> bytes:
+    """The bytes of a view among those of its base."""
+    item, first = base.element_size(), _first_element(base, view)
+    if _repeats_one(view):
+        return whole[first * item : (first + 1) * item] * view.numel()
+    if view.is_contiguous():
+        return whole[first * item : (first + view.numel()) * item]
+    copy = torch.frombuffer(bytearray(whole), dtype=base.dtype)
+    return _host_bytes(copy.as_strided(view.shape, view.stride(), first))

@@ -1,0 +1,224 @@
+"""The table of rows: what a preamble has computed, by the bits of its slow inputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import size
+
+from .input_bits import BitSources, InputBits, values_like
+from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
+
+# Rows in the table: two generations of 50 steps, or one with two prompts.
+MOST_ROWS = 128
+
+# Misses without a hit between them after which the slow inputs change in every call, as random noise levels do.
+_SPENT = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values that cross from the preamble into the main part, for one set of slow inputs."""
+
+    values: tuple[torch.Tensor, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, values: Sequence[torch.Tensor]) -> Row:
+        """``nbytes`` counts memory that several values share once."""
+        memory = {s.data_ptr(): s.nbytes() for s in (value.untyped_storage() for value in values)}
+        return cls(tuple(values), sum(memory.values()))
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A row that is to be computed, from these inputs."""
+
+    key: Key
+    inputs: list[Any]
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """``hits``, ``misses``: calls.  ``computed``: rows that were added, guesses included.  ``rows``, ``nbytes``: rows in the
+    table now.  ``transfers``: reads of device memory by the host.  ``fill_s``: seconds in which rows were computed."""
+
+    hits: int
+    misses: int
+    computed: int
+    rows: int
+    nbytes: int
+    transfers: int
+    fill_s: float
+
+
+class Rows:
+    """A cache of rows within a limit of bytes.  Not thread-safe: the caller holds the arena's lock during a call.
+
+    For each call of the model::
+
+        key = rows.key(slow_inputs)
+        row = rows.find(key, versions)
+        if row is None:
+            missing = rows.missing(key, slow_inputs, row_bytes)
+            row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
+
+    A row is found only if all bits of all slow inputs and the versions of all hoisted weights are those that it was computed
+    from.  Guesses decide which other rows :meth:`missing` asks for.  A row that was found or added stays alive as long as the
+    caller holds it, so an eviction frees no memory that a running step reads.
+
+    ``most_bytes`` is called whenever the limit matters, because replanning may change it.
+    """
+
+    def __init__(self, most_bytes: Callable[[], int], bits: InputBits | None = None) -> None:
+        self._most_bytes = most_bytes
+        self._bits = bits or InputBits()
+        self._expected = ExpectedSchedule()
+        self._used = UsedKeys()
+        self._rows: OrderedDict[Key, Row] = OrderedDict()  # the least recently used first
+        self._nbytes = 0
+        self._versions: tuple[int, ...] = ()
+        self._hits = self._misses = self._computed = 0
+        self._misses_since_hit = self._guesses_since_hit = 0
+        self._fill_s = 0.0
+
+    def expect(self, timesteps: torch.Tensor) -> None:
+        """Guess from these timesteps of a scheduler.  They are held weakly, and read together with the next call's inputs."""
+        self._expected.expect(timesteps)
+
+    def key(self, inputs: Sequence[Any]) -> Key:
+        """The bits of the slow inputs of a call: tensors, numbers or None.  At most one transfer to the host."""
+        forms = self._expected.unread(inputs)
+        found = self._bits.find([*inputs, *forms])
+        self._expected.learn(found[len(inputs) :])
+        return tuple(found[: len(inputs)])
+
+    def find(self, key: Key, versions: tuple[int, ...]) -> Row | None:
+        """The row of a key, or None.  ``versions``: the hoisted weights'; other ones than before drop all rows."""
+        if versions != self._versions:
+            self.drop()
+            self._versions = versions
+        self._evict(self._most_bytes())
+        row = self._rows.get(key)
+        if row is None:
+            self._misses += 1
+            self._misses_since_hit += 1
+            return None
+        self._hits += 1
+        self._misses_since_hit = self._guesses_since_hit = 0
+        self._rows.move_to_end(key)
+        self._used.use(key)
+        return row
+
+    def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int | None = None) -> list[Missing]:
+        """The rows to compute after a miss: the one of the call first, then guesses, never more than fit in the table.
+
+        ``row_bytes``: bytes of a row at these sizes; without it, those of a row of the same sizes in the table are taken, and
+        nothing is guessed if there is none.  If no call has been a hit since the last guesses, at most half as many are made.
+        Least recently used rows are evicted to make room for the new ones before they are computed.
+        """
+        asked = [Missing(key, list(inputs))]
+        nbytes = row_bytes or next((row.nbytes for old, row in self._rows.items() if _sizes(old) == _sizes(key)), None)
+        if nbytes is None:
+            return asked
+        most = self._most_bytes()
+        self._check(nbytes, most)
+        room = min(MOST_ROWS, most // nbytes)
+        following = guesses(
+            key, inputs, self._bits.elements_of_base, self._expected, self._used, self._rows.__contains__
+        )
+        wanted = dict.fromkeys(guess for guess in following if guess != key and guess not in self._rows)
+        chosen = list(islice(wanted, (room - 1) >> self._guesses_since_hit))
+        self._guesses_since_hit += bool(chosen)
+        asked += _with_inputs(chosen, key, inputs)
+        self._evict(most - len(asked) * nbytes, MOST_ROWS - len(asked))
+        return asked
+
+    def add(self, missing: Sequence[Missing], outputs: Sequence[Sequence[torch.Tensor]], seconds: float = 0.0) -> Row:
+        """Keep the outputs of the preamble for the rows that were missing; return the row of the call.
+
+        ``seconds``: how long the preamble took.
+        """
+        rows = [Row.of(values) for values in outputs]
+        most = self._most_bytes()
+        self._check(rows[0].nbytes, most)
+        for wanted, row in reversed(
+            list(zip(missing, rows, strict=True))
+        ):  # the farthest guess is the first to be evicted
+            if (old := self._rows.pop(wanted.key, None)) is not None:
+                self._nbytes -= old.nbytes
+            self._rows[wanted.key] = row
+            self._nbytes += row.nbytes
+        self._evict(most)
+        self._used.use(missing[0].key)
+        self._computed += len(rows)
+        self._fill_s += seconds
+        return rows[0]
+
+    def drop(self) -> None:
+        """Drop all rows.  The keys of earlier calls stay known, so that one pass computes the rows of a generation again."""
+        self._rows.clear()
+        self._nbytes = 0
+
+    @property
+    def spent(self) -> bool:
+        """Whether so many calls in a row were misses that hoisting should end: their inputs change in every call."""
+        return self._misses_since_hit >= _SPENT
+
+    @property
+    def sources(self) -> BitSources:
+        """How the bits of inputs became known."""
+        return self._bits.sources
+
+    @property
+    def statistics(self) -> RowStatistics:
+        return RowStatistics(
+            hits=self._hits,
+            misses=self._misses,
+            computed=self._computed,
+            rows=len(self._rows),
+            nbytes=self._nbytes,
+            transfers=self.sources.transfers,
+            fill_s=self._fill_s,
+        )
+
+    def _evict(self, most_bytes: int, most_rows: int = MOST_ROWS) -> None:
+        while self._rows and (self._nbytes > most_bytes or len(self._rows) > most_rows):
+            self._nbytes -= self._rows.popitem(last=False)[1].nbytes
+
+    def _check(self, nbytes: int, most: int) -> None:
+        if nbytes > most:
+            raise ChunkflowError(
+                f"One row of hoisted values takes {size(nbytes)}, but the table may use {size(most)}. Raise memory=, use a "
+                "smaller batch, or pass hoist=False."
+            )
+
+
+def _sizes(key: Key) -> list[Any]:
+    """The shapes among a key."""
+    return [value[1] for value in key if len(value) == 3]
+
+
+def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
+    """The rows of guessed keys, with inputs of exactly these bits; those of the call where the bits are its own.
+
+    Leaves out a key whose values the strides of the call's input cannot hold.
+    """
+    made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
+    for position, value in enumerate(inputs):
+        changed = [guess for guess in keys if guess[position] != key[position]]
+        found = values_like(value, [guess[position] for guess in changed]) if changed else []
+        for guess, other in zip(changed, found, strict=True):
+            row = made[guess]
+            if row is not None and other is not None:
+                row[position] = other
+            else:
+                made[guess] = None
+    return [Missing(guess, row) for guess, row in made.items() if row is not None]

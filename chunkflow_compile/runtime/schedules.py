@@ -1,0 +1,165 @@
+"""Guesses which values the slow inputs of the next calls will have.  A guess costs time if it is wrong, and nothing else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from .input_bits import Bits, split
+
+# The bits of all slow inputs of a call, in their order.
+Key: TypeAlias = tuple[Bits, ...]
+
+# Keys of earlier calls that are kept: two generations of 50 steps, or one with two prompts.
+_MOST_KEYS = 128
+
+# dtypes of which a timestep may be: dividing must be defined, and bool holds no schedule.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+
+
+def with_value(key: Key, position: int, value: Bits) -> Key:
+    """A key with another value at one position."""
+    return (*key[:position], value, *key[position + 1 :])
+
+
+def others_first_later(values: Sequence[Any], index: int) -> list[Any]:
+    """The values after an index, then those before it."""
+    return [*values[index + 1 :], *values[:index]]
+
+
+def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
+    """Keys whose tensor at ``position`` repeats another of these elements."""
+    dtype, shape, _ = key[position]
+    return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
+
+
+class ExpectedSchedule:
+    """The timesteps of a scheduler, in the forms in which the pipelines of diffusers pass them to the model.
+
+    The tensor is held weakly.  The forms are computed where it is, because CUDA multiplies by 1 / 1000 where a CPU divides.
+    """
+
+    def __init__(self) -> None:
+        self._timesteps: TensorWeakRef | None = None
+        self._forms: dict[torch.dtype, list[list[bytes]]] = {}
+
+    def expect(self, timesteps: torch.Tensor) -> None:
+        self._timesteps = TensorWeakRef(timesteps)
+        self._forms = {}
+
+    def unread(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The forms in the dtypes of these inputs, one tensor per dtype, if they have not been read."""
+        timesteps = None if self._timesteps is None else self._timesteps()
+        if timesteps is None:
+            return []
+        dtypes = dict.fromkeys(value.dtype for value in inputs if isinstance(value, torch.Tensor))
+        return [_forms(timesteps, dtype) for dtype in dtypes if dtype in _DTYPES and dtype not in self._forms]
+
+    def learn(self, found: Sequence[Bits]) -> None:
+        """Keep the bits of tensors from :meth:`unread`."""
+        for dtype, (forms, count), content in found:
+            elements = split(content, dtype.itemsize)
+            self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
+
+    def guesses(self, key: Key, position: int) -> list[Key]:
+        """Keys with the other timesteps, later ones first, in the form that contains the value at ``position``.
+
+        If several forms contain it, the form in which it comes first is taken: the last timestep may be 0, and the first one
+        is 0 where a pipeline passes ``(1000 - t) / 1000``.
+        """
+        dtype, *shape, content = key[position]
+        forms = self._forms.get(dtype, [])
+        element = content[: dtype.itemsize] if forms else b""
+        found = [(form.index(element), i) for i, form in enumerate(forms) if element in form]
+        if not found or element * shape[0].numel() != content:
+            return []
+        index, form = min(found)
+        return keys_with(key, position, others_first_later(forms[form], index))
+
+
+def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch.no_grad():
+        t = timesteps.detach().reshape(-1)
+        cast = t.to(dtype)  # Wan, SD3, HunyuanVideo; also without a cast
+        scaled = cast / 1000  # FLUX, FLUX.2, Qwen-Image, LongCat-Image: t.expand(batch).to(dtype) / 1000
+        inverted = (1000 - t) / 1000  # Z-Image
+        return torch.stack([form.to(dtype) for form in (cast, scaled, inverted)])
+
+
+class UsedKeys:
+    """The keys of the newest calls, the last one last.  They outlive the rows, so that a schedule is known after these are
+    dropped."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+
+    def use(self, key: Key) -> None:
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > _MOST_KEYS:
+            self._keys.popitem(last=False)
+
+    def guesses(self, key: Key, has_row: Callable[[Key], bool]) -> list[Key]:
+        """Keys of this call's other inputs with the values that one input had in an earlier generation.
+
+        The keys of a generation differ in one input.  Only an input whose value has been used before can be that one: the
+        text of a new prompt has not.  If there are several, the one with the most values is taken.  Newer generations are
+        tried first, until one contains a value that has no row with these other inputs: of two prompts in one generation,
+        the second finds nothing new in the keys of the first.
+        """
+        used = [old for old in self._keys if _form(old) == _form(key)]
+        positions = [i for i, value in enumerate(key) if any(old[i] == value for old in used)]
+        if not positions:
+            return []
+        values: dict[tuple[int, Key], list[Bits]] = {}
+        for old in used:
+            for i in positions:
+                values.setdefault(_others(old, i), []).append(old[i])
+        for old in reversed(used):
+            generation, position = max(
+                ((values[_others(old, i)], i) for i in positions), key=lambda found: len(found[0])
+            )
+            index = generation.index(key[position]) if key[position] in generation else -1
+            ordered = others_first_later(generation, index) if index >= 0 else generation
+            found = [with_value(key, position, value) for value in ordered]
+            if any(not has_row(guess) for guess in found if guess != key):
+                return found
+        return []
+
+
+def _others(key: Key, position: int) -> tuple[int, Key]:
+    return position, key[:position] + key[position + 1 :]
+
+
+def _form(key: Key) -> list[Any]:
+    """The dtypes and shapes of a key; the types of inputs that are no tensors."""
+    return [value[:-1] for value in key]
+
+
+def guesses(
+    key: Key,
+    inputs: Sequence[Any],
+    bases: Callable[[Any], tuple[list[bytes], int] | None],
+    expected: ExpectedSchedule,
+    used: UsedKeys,
+    has_row: Callable[[Key], bool],
+) -> Iterator[Key]:
+    """Keys of calls that may follow the one with this key, the next ones first, from the first source that knows any:
+
+    the base of which an input repeats one element, the scheduler's timesteps, the calls of earlier generations.
+    """
+    for position, value in enumerate(inputs):
+        found = bases(value)
+        if found is not None and len(found[0]) > 1:
+            elements, index = found
+            yield from keys_with(key, position, others_first_later(elements, index))
+            return
+    for position in range(len(key)):
+        if keys := expected.guesses(key, position):
+            yield from keys
+            return
+    yield from used.guesses(key, has_row)
