@@ -288,9 +288,15 @@ class _Compiler:
         preamble = None if placement is None else placement.preamble(key)
         if preamble is None:
             made = self._graph(halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-            preamble = Preamble(made, halves, hoisting.rows, key)
+            preamble = Preamble(made, halves, hoisting.rows, key, partial(_timesteps_of, self._root))
         whole = partial(_whole_again, self, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
+
+    @property
+    def _root(self) -> Callable[[], nn.Module | None]:
+        """Returns the model, which compiled code does not keep alive."""
+        root = self.index.root
+        return (lambda: None) if root is None else weakref.ref(root)
 
     def _described(self, aten: GraphModule) -> Traced:
         """The ATen graph, with what its nodes do not carry."""
@@ -344,9 +350,7 @@ class _Compiler:
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
         )
-        root = self.index.root
-        seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
-        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, seen)
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, self._root)
         goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), code.cut)
         changed = _no_other_goal if settings.preamble else _goal_of
         return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)
@@ -419,6 +423,13 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
     """The goal that replan or a pipeline has set for the model of these weights, None if neither has."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
+
+
+def _timesteps_of(root: Callable[[], nn.Module | None]) -> torch.Tensor | None:
+    """The schedule that the calls of a model follow, None if it is not known."""
+    model = root()
+    placement = None if model is None else placement_of(model)
+    return None if placement is None else placement.timesteps()
 
 
 def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:

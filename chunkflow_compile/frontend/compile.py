@@ -135,7 +135,17 @@ def check_dynamic(dynamic: bool | None) -> None:
 
 def compiled_whole(model: nn.Module, options: Mapping[str, Any]) -> bool:
     """Whether :func:`compile_by_kind` compiles a model as one call."""
-    return not repeated_blocks(model) or options.get("cudagraphs") in _WHOLE
+    return bool(_why_whole(model, options))
+
+
+def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
+    """Why a model is compiled as one call; empty if it is not."""
+    if not repeated_blocks(model):
+        return "has no repeated blocks"
+    if options.get("cudagraphs") in _WHOLE:
+        return "is to be one CUDA graph"
+    # its blocks read one value, such as the sum of several embeddings, which only the code around them computes
+    return "has hoisted weights" if options.get("hoist") else ""
 
 
 def compile_by_kind(
@@ -147,8 +157,8 @@ def compile_by_kind(
     name: str | None = None,
     levels: bool = False,
 ) -> None:
-    """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks, or if a
-    call is to be one CUDA graph.
+    """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks, if a call
+    is to be one CUDA graph, or if weights are hoisted.
 
     ``options``: those of the backend.  ``dynamic``: as in torch.compile.  ``name``: of the model, where compilations are
     shown; by default its class.  ``levels``: whether its blocks have several sizes within one call, as those of a VAE's
@@ -156,8 +166,7 @@ def compile_by_kind(
     """
     name = type(model).__name__ if name is None else name
     blocks = repeated_blocks(model)
-    if compiled_whole(model, options):
-        why = "is to be one CUDA graph" if blocks else "has no repeated blocks"
+    if why := _why_whole(model, options):
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
         model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model))

@@ -168,6 +168,9 @@ def _extend(
     free(dropped, budget)
     given = {**budget.arguments, **given}
     _add(fresh, budget, _arenas(models, budget), **given)
+    for name, model in fresh.items():
+        if name in _STEPPED and (placement := placement_of(model)) is not None:
+            placement.follow(functools.partial(_timesteps, weakref.ref(pipe)))
     pipe.__class__ = in_turns(type(pipe))
     budget.add_pipeline(pipe, models, given)
 
@@ -325,12 +328,21 @@ def _compile_phase(
         )
         placement.store.expect_eager_reads()
     else:
-        if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
+        if (
+            phase.name not in _STEPPED
+        ):  # called once a generation, and the memory of a graph or of rows would stay taken
             options = {**options, "cudagraphs": False}
+            options.pop("hoist", None)
         if compiled_whole(model, options):  # and its first plan may keep as much as it is given
             placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
+
+
+def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
+    """Those of the scheduler of a pipeline, once it has set them."""
+    timesteps = getattr(getattr(ref(), "scheduler", None), "timesteps", None)
+    return timesteps if isinstance(timesteps, torch.Tensor) else None
 
 
 def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:

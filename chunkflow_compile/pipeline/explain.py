@@ -15,8 +15,8 @@ from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.pipeline.budget import budget_of
+from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
-from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.placed.placement import Placement, placements_of
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
@@ -86,7 +86,7 @@ def _of_model(model: nn.Module, details: bool, explanation: Explanation, notes: 
         peak_bytes=_peak(placements_of(model)),
         host_bytes=sum(placement.store.held_bytes for placement in placements_of(model)),
         unstreamed=why_nothing_streams(model),
-        notes=(*notes, *packing_notes(model)),
+        notes=(*notes, *packing_notes(model), *hoisting_notes(model)),
         first_step=first_step_phases(compilation_time_metrics),
     )
 

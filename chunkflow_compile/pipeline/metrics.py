@@ -39,12 +39,16 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "chunkflow_graph_launches": ("Calls that were launched as one CUDA graph", lambda c: c.launches),
     "chunkflow_graph_captures": ("CUDA graphs that were recorded", lambda c: c.captures),
     "chunkflow_graph_capture_seconds": ("Time of recording CUDA graphs", lambda c: c.capture_s),
+    "chunkflow_row_hits": ("Calls that found their hoisted values in the table", lambda c: c.row_hits),
+    "chunkflow_row_misses": ("Calls that had their hoisted values computed first", lambda c: c.row_misses),
+    "chunkflow_row_fill_seconds": ("Time of computing hoisted values", lambda c: c.row_fill_s),
     "chunkflow_programs": ("Programs made: first calls, new sizes, other plans", lambda c: c.programs),
 }
 _CALL = "chunkflow_call_seconds", "Time of the measured calls"
 _GAUGES = {
     "chunkflow_device_bytes": "Bytes on the device: the arena, shared by models with one name, and resident weights",
     "chunkflow_graph_bytes": "Bytes on the device that CUDA graphs hold, their activations included, between calls too",
+    "chunkflow_row_bytes": "Bytes on the device of the table of hoisted values",
     "chunkflow_pinned_bytes": "Bytes of pinned weights in host memory",
     "chunkflow_host_bytes": "Bytes of weights in host memory",
     "chunkflow_drive_bytes": "Bytes of weights on the drive",
@@ -138,11 +142,14 @@ class Metrics:
         figures: dict[str, float] = {
             "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
             "chunkflow_graph_bytes": sum(arena.graphs.nbytes for arena in arenas),
+            "chunkflow_row_bytes": sum(
+                s.nbytes for p in placements for preamble in p.preambles for s in preamble.statistics.values()
+            ),
             "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.source.file),
         }
-        budgets = [program.code.settings.goal.memory for program in programs]
+        budgets = [program.code.settings.goal.memory for program in programs if not program.preamble]
         if (budget := budget_of(watched.root())) is not None:
             figures["chunkflow_budget_bytes"] = budget.total
         elif budgets and None not in budgets:

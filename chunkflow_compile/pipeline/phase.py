@@ -19,8 +19,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
-from chunkflow_compile.placed.packing_notes import packing_notes
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.placed.replan import replan
 from chunkflow_compile.report.phases import PhaseFigures
@@ -178,7 +178,7 @@ class Phase:
         predicted, measured = self._predicted(), self.seconds(wait=True)
         hardware = next((program.plan.hardware for program, _ in self._newest()), None)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
-        notes |= dict.fromkeys(packing_notes(self.root))
+        notes |= dict.fromkeys((*packing_notes(self.root), *hoisting_notes(self.root)))
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(

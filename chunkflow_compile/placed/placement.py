@@ -57,6 +57,7 @@ class Placement:
     compiled for each size, because Inductor fails on symbols.  ``goal``: the one that its owner or replan has set, also for
     sizes that come later; None if neither has.  ``owned_arena``: the one that its owner has for its programs, if any.
     ``expected``: the goal that its owner expects to set, None without an owner; regions are cut for it.
+    ``timesteps``: returns those of the schedule that its calls follow, None if it is not known.
     ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.  ``peers``: whether
     weights go to the devices of the ranks when a program starts on them.
     """
@@ -92,6 +93,7 @@ class Placement:
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.goal: Goal | None = None
         self.expected: Goal | None = None
+        self.timesteps: Callable[[], torch.Tensor | None] = lambda: None
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
@@ -110,6 +112,10 @@ class Placement:
         """
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
+    def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
+        """Let rows be computed ahead for a schedule.  ``timesteps``: see the class."""
+        self.timesteps = timesteps
+
     def aim_for(self, goal: Goal) -> None:
         """Plan for this goal from now on, also for sizes that come later."""
         self.goal = goal
@@ -123,6 +129,11 @@ class Placement:
     def current(self) -> bool:
         """Whether this is still the placement of its model."""
         return placement_of(self.root) is self
+
+    @property
+    def preambles(self) -> tuple[Preamble, ...]:
+        """Those that graphs of the model share, whichever are still used."""
+        return tuple(self._preambles)
 
     def preamble(self, key: object) -> Preamble | None:
         """The preamble with this key that a graph of the model for another size has made, or None."""

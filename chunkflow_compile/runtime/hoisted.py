@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import Halves
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.units import size
 
 from .graph import CompiledGraph, HostConstants, on_fakes
 from .rows import Row, Rows, RowStatistics
@@ -35,9 +36,19 @@ class Preamble:
     ``key``: equal for preambles that compute the same.
     """
 
-    def __init__(self, graph: CompiledGraph, halves: Halves, most_rows: int, key: object) -> None:
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        halves: Halves,
+        most_rows: int,
+        key: object,
+        timesteps: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:
+        """``timesteps``: returns those of the schedule that the calls follow, None if it is not known."""
         self.key = key
+        self._timesteps = timesteps
         self.graph = graph
+        self._hoisted, self._hoisted_bytes = halves.hoisted, halves.hoisted_bytes
         self._row_bytes = halves.row_bytes
         self._most_bytes = most_rows * halves.row_bytes
         place = {position: i for i, position in enumerate(halves.preamble_inputs)}
@@ -49,9 +60,12 @@ class Preamble:
         again.  ``inputs``: of the preamble."""
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
-            rows = self._rows_of(program)
+            rows, counts = self._rows_of(program), program.call.counts
+            if (timesteps := self._timesteps()) is not None:
+                rows.expect(timesteps)
             key = rows.key(slow)
             if (row := rows.find(key, _versions(program))) is not None:
+                counts.add_row_hit()
                 return row
             if rows.spent:
                 return None
@@ -59,7 +73,9 @@ class Preamble:
             begin = clock.now()
             outputs = program.run([self._with_slow(inputs, each.inputs) for each in missing])
             program.arena.streams.compute.synchronize()
-            return rows.add(missing, outputs, clock.now() - begin)
+            seconds = clock.now() - begin
+            counts.add_row_miss(seconds)
+            return rows.add(missing, outputs, seconds)
 
     def _with_slow(self, inputs: Sequence[Any], slow: Sequence[Any]) -> list[Any]:
         changed = list(inputs)
@@ -78,10 +94,21 @@ class Preamble:
             rows = self._tables[program] = Rows(lambda: self._most_bytes)
         return rows
 
-    def statistics(self, program: SingleCall) -> RowStatistics | None:
-        """What the table of a model has seen; None if none of the model's calls has come yet."""
-        rows = self._tables.get(program)
-        return None if rows is None else rows.statistics
+    def note(self, program: SingleCall) -> str:
+        """What there is to say of the table of a model, as a sentence without a full stop."""
+        rows, hoisted = self._tables[program].statistics, self._hoisted
+        calls = rows.hits + rows.misses
+        by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
+        return (
+            f"{len(hoisted)} weights are hoisted, {size(self._hoisted_bytes)}, by {by}; {rows.rows} rows of "
+            f"{size(self._row_bytes)} in a table of at most {size(self._most_bytes)}; {rows.hits} of {calls} "
+            f"calls found theirs, the others had {rows.computed} computed in {rows.fill_s:.2f} s"
+        )
+
+    @property
+    def statistics(self) -> dict[SingleCall, RowStatistics]:
+        """What the table of each model has seen, by the program that computes its rows."""
+        return {program: rows.statistics for program, rows in self._tables.items() if not program.closed}
 
 
 def _versions(program: SingleCall) -> tuple[int, ...]:

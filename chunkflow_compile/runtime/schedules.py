@@ -45,11 +45,14 @@ class ExpectedSchedule:
 
     def __init__(self) -> None:
         self._timesteps: TensorWeakRef | None = None
+        self._version = 0
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        self._timesteps = TensorWeakRef(timesteps)
-        self._forms = {}
+        """Guess from these timesteps; those that are expected already stay known."""
+        version = 0 if timesteps.is_inference() else timesteps._version
+        if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
+            self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
 
     def unread(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """The forms in the dtypes of these inputs, one tensor per dtype, if they have not been read."""

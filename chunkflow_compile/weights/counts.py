@@ -13,6 +13,8 @@ class Counts:
     ``moved_bytes``: of the copies issued, theirs included.  ``off_cycle``: calls at which a cycle was entered anew.
     ``fetched_bytes``: copied for ops outside programs.
     ``launches``: calls that were one CUDA graph.  ``captures``, ``capture_s``: recordings of them, and their seconds.
+    ``row_hits``, ``row_misses``: calls for which the table had a row of hoisted values, and had none; ``row_fill_s``: seconds
+    of computing rows.
     ``measured`` counts the calls that were measured; seconds are of these alone.
     """
 
@@ -25,6 +27,9 @@ class Counts:
     launches: int = 0
     captures: int = 0
     capture_s: float = 0.0
+    row_hits: int = 0
+    row_misses: int = 0
+    row_fill_s: float = 0.0
     measured: int = 0
     measured_s: float = 0.0
     predicted_s: float = 0.0
@@ -56,6 +61,15 @@ class Counts:
     def add_fetched(self, nbytes: int) -> None:
         """An op outside programs has fetched a weight."""
         self.fetched_bytes += nbytes
+
+    def add_row_hit(self) -> None:
+        """A call found its row."""
+        self.row_hits += 1
+
+    def add_row_miss(self, seconds: float) -> None:
+        """A call had its row computed, in ``seconds``, perhaps with others."""
+        self.row_misses += 1
+        self.row_fill_s += seconds
 
     def add_capture(self, seconds: float) -> None:
         """A call was recorded as a CUDA graph."""

@@ -1,4 +1,4 @@
-"""What is packed of a placed model, in a sentence."""
+"""What is packed and what is hoisted of a placed model, in sentences."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
     if full := sum(b.host.dtype is torch.bfloat16 and b.form is Form.RAW for b in raw):
         others.append(f"{full} of bfloat16 that would not be smaller, or that a program needs raw")
     return ("; ".join([*said, f"raw are {', '.join(others)}"] if others else said),)
+
+
+def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
+    """Which weights of a placed model are hoisted, and what the table of their rows has seen; empty if none is."""
+    preambles = dict.fromkeys(preamble for placement in placements_of(model) for preamble in placement.preambles)
+    return tuple(preamble.note(program) for preamble in preambles for program in preamble.statistics)
