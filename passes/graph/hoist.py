@@ -190,16 +190,20 @@ class _Slow:
         while True:
             kept = self.in_main(hoisted)
             crossing = [n for n in self.nodes if n in hoisted and any(user in kept for user in n.users)]
-            in_both = {
-                reader
-                for weight, parameter in self.parameters.items()
-                if parameter.keep is None and weight in kept
-                for reader in self._readers(weight) & hoisted
-            }
+            read = (w for w, parameter in self.parameters.items() if parameter.keep is None and w in kept)
+            in_both = hoisted.intersection(self._computed_from(read))
             small = {n for n in crossing if replaced.get(n, 0) < LEAST_RATIO * nbytes(n)}
             if not (dropped := small | in_both):
                 return crossing
             hoisted -= dropped
+
+    def _computed_from(self, weights: Iterable[Node]) -> set[Node]:
+        """The slow nodes that need any of these weights."""
+        needing = {reader for weight in weights for reader in self._readers(weight)}
+        for node in self.nodes:
+            if node in self._slow and not needing.isdisjoint(node.all_input_nodes):
+                needing.add(node)
+        return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
         """The nodes of main, if the results of these products need not be computed there.  Slow values that are no products
