@@ -313,7 +313,7 @@ def test_the_schedulers_timesteps_fill_the_table_at_the_first_miss(
     pass_: Callable[[torch.Tensor], torch.Tensor], inference: bool
 ) -> None:
     rows = table()
-    for prompt in 1.0, 2.0:
+    for prompt in 1.5, 2.5:
         timesteps, pooled = schedule(), torch.full([2, 4], prompt)
         rows.expect(timesteps)
         with torch.inference_mode(inference):
@@ -333,6 +333,14 @@ def test_the_base_of_a_view_fills_the_table_the_later_timesteps_first(first: int
     assert [m.inputs[0].unique().item() for m in missing] == timesteps[order].tolist()
     assert all(m.inputs[0].stride() == (0, 0) and m.inputs[1] is pooled for m in missing)
     assert rows.sources.transfers == 1
+
+
+def test_inputs_that_look_like_an_element_of_a_schedule_do_not_hide_the_timestep() -> None:
+    rows, guidances, timesteps = table(), torch.tensor([3.5, 4.5]), schedule()
+    rows.expect(timesteps)
+    for t in timesteps:
+        call(rows, [guidances[0].expand(2), torch.ones(1, 8), t.expand(2) / 1000])
+    assert rows.statistics.misses == 1
 
 
 def flux(prompt: float, steps: int = STEPS, prompts: int = 1) -> Iterator[list[torch.Tensor]]:
