@@ -24,7 +24,10 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """How often the bits of an input were found in each way, and the number of transfers to the host."""
+    """How often the bits of an input were found in each way, and the number of transfers to the host.
+
+    The forms of an expected schedule count as inputs of the call in which they are read.
+    """
 
     same_object: int = 0
     view_of_base: int = 0
