@@ -24,7 +24,10 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """How often the bits of an input were found in each way, and the number of transfers to the host."""
+    """How often the bits of an input were found in each way, and the number of transfers to the host.
+
+    The forms of an expected schedule count as inputs of the call in which they are read.
+    """
 
     same_object: int = 0
     view_of_base: int = 0
@@ -47,9 +50,8 @@ class InputBits:
 
     def __init__(self, on_host: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cpu) -> None:
         self._on_host = on_host
-        self._known: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # tensor -> its state when it was read, its bytes
+        # tensor -> its state when it was read, and its bytes
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.sources = BitSources()
 
     def find(self, values: Sequence[Any]) -> list[Bits]:
@@ -87,17 +89,14 @@ class InputBits:
         return None if content is None else (value.dtype, value.shape, content)
 
     def _same(self, tensor: torch.Tensor) -> bytes | None:
-        if tensor.is_inference():  # it has no version
-            return None
         known: tuple[object, bytes] | None = self._known.get(tensor)
         return known[1] if known is not None and known[0] == _state(tensor) else None
 
     def _read(self, tensors: list[torch.Tensor]) -> list[bytes]:
         """The bytes of each tensor, in one transfer.  Of a view of a small base the whole base is read."""
         bases = [_small_base(tensor) for tensor in tensors]
-        wanted = {
-            id(t): t for t in (tensor if base is None else base for tensor, base in zip(tensors, bases, strict=True))
-        }
+        wanted = {id(t): t for t in (t if base is None else base for t, base in zip(tensors, bases, strict=True))}
+        # an inference tensor has no version
         states = [None if t.is_inference() else _state(t) for t in (*wanted.values(), *tensors)]
         whole = dict(zip(wanted, self._transfer(list(wanted.values())), strict=True))
         contents = [
@@ -188,7 +187,7 @@ def _repeats_one(tensor: torch.Tensor) -> bool:
 def _small_base(view: torch.Tensor) -> torch.Tensor | None:
     """The base of a view, if it is small enough to be read whole, and its elements are those of the view."""
     base = view._base
-    if base is None or base.nbytes > MOST_BASE_BYTES or base.dtype != view.dtype or not base.is_contiguous():
+    if base is None or base.nbytes > MOST_BASE_BYTES or not base.is_contiguous():
         return None
     if view.is_inference() or any(t.is_conj() or t.is_neg() for t in (base, view)) or not view.numel():
         return None

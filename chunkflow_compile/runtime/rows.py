@@ -149,9 +149,8 @@ class Rows:
         rows = [Row.of(values) for values in outputs]
         most = self._most_bytes()
         self._check(rows[0].nbytes, most)
-        for wanted, row in reversed(
-            list(zip(missing, rows, strict=True))
-        ):  # the farthest guess is the first to be evicted
+        added = list(zip(missing, rows, strict=True))
+        for wanted, row in reversed(added):  # the farthest guess is the first to be evicted
             if (old := self._rows.pop(wanted.key, None)) is not None:
                 self._nbytes -= old.nbytes
             self._rows[wanted.key] = row

@@ -26,7 +26,7 @@ def with_value(key: Key, position: int, value: Bits) -> Key:
     return (*key[:position], value, *key[position + 1 :])
 
 
-def others_first_later(values: Sequence[Any], index: int) -> list[Any]:
+def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
     """The values after an index, then those before it."""
     return [*values[index + 1 :], *values[:index]]
 
@@ -81,7 +81,7 @@ class ExpectedSchedule:
         if not found or element * shape[0].numel() != content:
             return []
         index, form = min(found)
-        return keys_with(key, position, others_first_later(forms[form], index))
+        return keys_with(key, position, later_then_earlier(forms[form], index))
 
 
 def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -127,7 +127,7 @@ class UsedKeys:
                 ((values[_others(old, i)], i) for i in positions), key=lambda found: len(found[0])
             )
             index = generation.index(key[position]) if key[position] in generation else -1
-            ordered = others_first_later(generation, index) if index >= 0 else generation
+            ordered = later_then_earlier(generation, index) if index >= 0 else generation
             found = [with_value(key, position, value) for value in ordered]
             if any(not has_row(guess) for guess in found if guess != key):
                 return found
@@ -151,18 +151,19 @@ def guesses(
     used: UsedKeys,
     has_row: Callable[[Key], bool],
 ) -> Iterator[Key]:
-    """Keys of calls that may follow the one with this key, the next ones first, from the first source that knows any:
+    """Keys of calls that may follow the one with this key, the next ones first.
 
-    the base of which an input repeats one element, the scheduler's timesteps, the calls of earlier generations.
+    They come from the bases of which inputs repeat one element, and from the scheduler's timesteps; if neither knows the
+    values of an input, from the calls of earlier generations.
     """
+    known = False
     for position, value in enumerate(inputs):
-        found = bases(value)
-        if found is not None and len(found[0]) > 1:
-            elements, index = found
-            yield from keys_with(key, position, others_first_later(elements, index))
-            return
+        if (found := bases(value)) is not None and len(found[0]) > 1:
+            known = True
+            yield from keys_with(key, position, later_then_earlier(*found))
     for position in range(len(key)):
         if keys := expected.guesses(key, position):
+            known = True
             yield from keys
-            return
-    yield from used.guesses(key, has_row)
+    if not known:
+        yield from used.guesses(key, has_row)
