@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hoisting import MOST_ROWS
 from chunkflow_compile.units import size
 
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
-
-# Rows in the table: two generations of 50 steps, or one with two prompts.
-MOST_ROWS = 128
 
 # Misses without a hit between them after which the slow inputs change in every call, as random noise levels do.
 _SPENT = 64
