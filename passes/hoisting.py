@@ -114,7 +114,7 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
             "hoist=True, but no weight is read by products of small inputs alone, such as the timestep: leave hoist out. "
             f"(Inputs are small up to {size(64 << 10)}; others are named as hoist=('timestep', ...).)"
         )
-    hoisting = _planned(halves, settings)
+    hoisting = plan_halves(halves, settings)
     if goal.hoist != "auto":
         return hoisting
     return hoisting if _pays(traced, settings, hoisting) else None
@@ -133,7 +133,8 @@ def rows_within(halves: Halves, memory: int | None) -> int:
     return most
 
 
-def _planned(halves: Halves, settings: Settings) -> Hoisting:
+def plan_halves(halves: Halves, settings: Settings) -> Hoisting:
+    """The settings of both halves.  ``settings``: of the model.  Raises ChunkflowError if a row does not fit the budget."""
     rows = rows_within(halves, settings.goal.memory)
     alone = replace(
         settings,
