@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.hoist import Halves, split
+from chunkflow_compile.passes.graph.hoist import MOST_SLOW_BYTES, Halves, check_halves, split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.place import least_memory
@@ -112,8 +112,10 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
             return None
         raise ChunkflowError(
             "hoist=True, but no weight is read by products of small inputs alone, such as the timestep: leave hoist out. "
-            f"(Inputs are small up to {size(64 << 10)}; others are named as hoist=('timestep', ...).)"
+            f"(Inputs are small up to {size(MOST_SLOW_BYTES)}; others are named as hoist=('timestep', ...).)"
         )
+    if "verify" not in settings.disabled:
+        check_halves(traced, halves)
     hoisting = plan_halves(halves, settings)
     if goal.hoist != "auto":
         return hoisting
