@@ -71,12 +71,14 @@ class Goal:
     def aimed_at(self, other: Goal | None) -> Goal:
         """This goal for the budget or the step of ``other``, and for its policy; the same goal for None.
 
-        ``yields`` is kept where the policy depends on it.  Which weights are packed, sharded and hoisted is kept, too.
+        ``yields`` and ``hoist`` are kept where the policy depends on them.  Which weights are packed and sharded is kept.
         """
         if other is None:
             return self
-        yields = self.yields if other.policy == "chunkflow" else other.yields
-        return replace(self, memory=other.memory, slowdown=other.slowdown, policy=other.policy, yields=yields)
+        yields, hoist = (self.yields, self.hoist) if other.policy == "chunkflow" else (other.yields, False)
+        return replace(
+            self, memory=other.memory, slowdown=other.slowdown, policy=other.policy, yields=yields, hoist=hoist
+        )
 
 
 DEFAULT_GOAL = Goal()

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from helpers import Stack, UlyssesStack
 from torch import nn
 
+# Of the model whose scales depend on a timestep.
+WIDTH = 32
+
 
 def ulysses() -> tuple[nn.Module, dict[str, Any]]:
     """Four all-to-alls in each block, and 4 tokens on each rank."""
@@ -28,6 +31,37 @@ def split() -> tuple[nn.Module, dict[str, Any]]:
 def stack() -> tuple[nn.Module, dict[str, Any]]:
     """No collectives."""
     return Stack(), {"x": torch.randn(4, 8)}
+
+
+class Timed(nn.Module):
+    """Two blocks whose scales are computed from a timestep, as AdaLN does.
+
+    ``noise``: draws values that the timestep scales.  ``shared``: the second block's modulation also multiplies the latent.
+    """
+
+    def __init__(self, noise: bool = False, shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, WIDTH)
+        self.modulations = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.square = nn.Linear(WIDTH, WIDTH)
+        self.noise, self.shared = noise, shared
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        temb = nn.functional.silu(self.embed(t))
+        if self.noise:
+            temb = temb + torch.randn_like(temb)
+        for modulation, projection in zip(self.modulations, self.projections, strict=True):
+            scale, shift = modulation(temb).chunk(2, dim=-1)
+            x = projection(x * (1 + scale) + shift)
+        if self.shared:
+            x = self.square(x) + self.square(nn.functional.silu(self.square(temb)))
+        return x
+
+
+def timed() -> tuple[nn.Module, dict[str, Any]]:
+    return Timed().eval().requires_grad_(False), {"x": torch.randn(64, WIDTH), "t": torch.randn(1, 8)}
 
 
 class LongNames(nn.Module):

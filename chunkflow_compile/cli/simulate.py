@@ -106,7 +106,7 @@ def _plan(target: Target, policy: Policy) -> Plan:
     goal = target.settings.goal
     if policy != "chunkflow":
         memory = goal.memory if policy in BUDGETED else None
-        goal = replace(goal, policy=policy, memory=memory, slowdown=None, yields="auto")
+        goal = replace(goal, policy=policy, memory=memory, slowdown=None, yields="auto", hoist=False)
     return target.plan(problem=target.raw if _is_raw(target, policy) else target.problem, goal=goal)
 
 

@@ -294,6 +294,41 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their bytes, the table and its share of a forward; kept in the cache; other policies have the whole model."""
+    model, file = f"{HERE / 'two_blocks.py'}:timed", tmp_path / "plan.json"
+    sizes = ("--hardware", str(HERE / "slow_compute.json"), "--min-bytes", "64", "--chunk-bytes", "4096")
+
+    def run(command: str, *arguments: str) -> str:
+        assert main([command, model, *arguments, *sizes]) == 0
+        return capsys.readouterr().out
+
+    whole = run("plan", "--memory", "24KB", "--json", str(file))
+    assert "\nhoisted" not in whole
+    before = Plan.from_json(file.read_text())
+    shown = run("plan", "--memory", "24KB", "--hoist", "--json", str(file))
+    assert re.search(r"(?m)^hoisted +6 weights, 17.6 KiB, by 1 small input alone; 2 values, 512 B per row$", shown), (
+        shown
+    )
+    assert re.search(r"(?m)^rows +2 at most, 1.0 KiB on the GPU$", shown), shown
+    assert re.search(r"(?m)^computing rows +[\d.]+ ms, once$", shown), shown
+    hoisted = Plan.from_json(file.read_text())
+    assert 0 < hoisted.device_bytes <= 24_000 - 1024
+    assert hoisted.moved_bytes < before.moved_bytes
+    assert run("plan", "--memory", "24KB", "--hoist", "auto") == run("plan", "--memory", "24KB", "--hoist")
+    compared = run("simulate", "--memory", "24KB", "--hoist")
+    assert "hoisted, but for policy resident, layerwise" in compared.replace("\n", " ")
+    for command, argument, said in (
+        ("plan", "--curve", "leave out --hoist"),
+        ("plan", "--regional", "leave one out"),
+        ("simulate", "--policy=resident", "--hoist with policy resident"),
+    ):
+        assert main([command, model, argument, "--hoist", *sizes]) != 0
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert main(["plan", MODEL, "--hoist", *SIZES]) != 0
+    assert "no weight is read by products of small inputs alone" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both curves; how many weights are packed, and which; what they take on the device."""
     file = tmp_path / "found.json"

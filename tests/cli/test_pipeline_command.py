@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import Block, InTurn, cut_of
 from torch import nn
+from two_blocks import timed
 
 from chunkflow_compile.catalog.eager_cost import eager_cost
 from chunkflow_compile.catalog.presets import OutputSizes, Preset
@@ -20,8 +21,11 @@ from chunkflow_compile.catalog.small import SMALL_MODELS, Size
 from chunkflow_compile.cli import pipeline
 from chunkflow_compile.cli.arguments import FORMS
 from chunkflow_compile.cli.main import main
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.graph.hoist import split as split_halves
+from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import Limits, generation_answer, generation_tables
 from chunkflow_compile.simulate.generation import GROUP_OFFLOAD, MODEL_OFFLOAD, Component, generations, least_budget
 from chunkflow_compile.units import size
@@ -129,6 +133,24 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
     assert all(resident[name] <= p["seconds"] for name, p in phases["chunkflow"].items())
+
+
+def test_a_generation_of_hoisted_weights() -> None:
+    """Within one budget, where the link is the bound: the rows are computed once, before the first call."""
+    model, inputs = timed()
+    traced = trace(model, inputs, min_bytes=64)
+    cut, halves = make_cut(traced), split_halves(traced)
+    assert halves is not None
+    weights = cut.problem.total_bytes
+    component = Component(name="transformer", weights=weights, small=0, activations=0, calls=50, cut=cut, halves=halves)
+    machine = replace(load_profile("rtx-4090-pcie"), h2d_bandwidth=1e6)
+    memory = budget_for(24_000)
+    ways = {name: generations([replace(component, hoist=FORMS[name])], machine, memory) for name in FORMS}
+    phases = {name: way["chunkflow"][0] for name, way in ways.items()}
+    assert phases["auto"] == phases["yes"] and phases["yes"].seconds < 0.8 * phases["no"].seconds
+    assert phases["yes"].loading_s > phases["no"].loading_s, "the rows"
+    assert all(phase.weights <= 24_000 for phase in phases.values())
+    assert ways["yes"]["plain"] == ways["no"]["plain"]
 
 
 def test_a_generation_of_packed_weights() -> None:

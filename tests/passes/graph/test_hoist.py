@@ -13,6 +13,7 @@ import torch
 from conftest import OPTIONS
 from torch import nn
 from torch.fx import GraphModule, Node
+from two_blocks import WIDTH, Timed
 
 from chunkflow_compile.catalog.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
@@ -25,36 +26,8 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import MOST_ROWS, hoisting_of, rows_within
 from chunkflow_compile.passes.pipeline import Settings, stages
 
-WIDTH = 32
 SIZE = Size(layers=2, singles=1)
 FAST = str(Path(__file__).parents[2] / "fast_compute.json")
-
-
-class Modulated(nn.Module):
-    """Two blocks whose scales are computed from a timestep, as AdaLN does.
-
-    ``noise``: draws values that the timestep scales.  ``shared``: the second block's modulation also multiplies the latent.
-    """
-
-    def __init__(self, noise: bool = False, shared: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(8, WIDTH)
-        self.modulations = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
-        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.square = nn.Linear(WIDTH, WIDTH)
-        self.noise, self.shared = noise, shared
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        temb = nn.functional.silu(self.embed(t))
-        if self.noise:
-            temb = temb + torch.randn_like(temb)
-        for modulation, projection in zip(self.modulations, self.projections, strict=True):
-            scale, shift = modulation(temb).chunk(2, dim=-1)
-            x = projection(x * (1 + scale) + shift)
-        if self.shared:
-            x = self.square(x) + self.square(nn.functional.silu(self.square(temb)))
-        return x
 
 
 def traced_of(model: nn.Module, *inputs: torch.Tensor) -> Traced:
@@ -81,33 +54,33 @@ MODULATIONS = {f"modulations.{i}.{kind}" for i in range(2) for kind in ("weight"
 
 
 def test_modulations_are_hoisted_with_the_embedding_before_them() -> None:
-    traced = traced_of(Modulated(), X, T)
+    traced = traced_of(Timed(), X, T)
     halves = split(traced)
     assert halves is not None
     assert set(halves.hoisted) == MODULATIONS | {"embed.weight", "embed.bias"}
     assert halves.row_bytes == 2 * 2 * WIDTH * 4 and len(halves.slow) == 1
     assert halves.hoisted_bytes == sum(
-        p.nbytes for n, p in Modulated().named_parameters() if n in halves.hoisted and p.nbytes >= 64
+        p.nbytes for n, p in Timed().named_parameters() if n in halves.hoisted and p.nbytes >= 64
     )
     read = {p.name for p in halves.main.parameters}
     assert read == {f"projections.{i}.{kind}" for i in range(2) for kind in ("weight", "bias")}
 
 
 def test_nothing_is_hoisted_that_depends_on_drawn_values() -> None:
-    assert hoisted(traced_of(Modulated(noise=True), X, T)) == {"embed.weight", "embed.bias"}
+    assert hoisted(traced_of(Timed(noise=True), X, T)) == {"embed.weight", "embed.bias"}
 
 
 def test_a_weight_that_the_latent_meets_too_stays_with_all_its_readers() -> None:
-    assert hoisted(traced_of(Modulated(shared=True), X, T)) == MODULATIONS | {"embed.weight", "embed.bias"}
+    assert hoisted(traced_of(Timed(shared=True), X, T)) == MODULATIONS | {"embed.weight", "embed.bias"}
 
 
 def test_rows_that_are_as_large_as_their_weights_do_not_pay() -> None:
     """As with one timestep per token."""
-    assert hoisted(traced_of(Modulated(), X, torch.randn(64, 8))) == set()
+    assert hoisted(traced_of(Timed(), X, torch.randn(64, 8))) == set()
 
 
 def test_named_inputs_are_slow_and_no_others() -> None:
-    traced = traced_of(Modulated(), X, T)
+    traced = traced_of(Timed(), X, T)
     inputs = {input_key(n.meta["desc"])[0] for n in traced.graph.graph.find_nodes(op="placeholder")}
     inputs -= {p.index for p in traced.parameters}
     named = {i: split(replace(traced, slow=frozenset([i]))) for i in inputs}
@@ -117,7 +90,7 @@ def test_named_inputs_are_slow_and_no_others() -> None:
 
 
 def test_an_input_that_forward_writes_is_not_slow() -> None:
-    class Writing(Modulated):
+    class Writing(Timed):
         def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             out = super().forward(x, t)
             t.mul_(2)
@@ -143,7 +116,7 @@ def test_the_halves_of_a_family_compute_what_it_does_and_pass_all_stages(name: s
 
 
 def _halves() -> tuple[Traced, Halves]:
-    traced = traced_of(Modulated(), X, T)
+    traced = traced_of(Timed(), X, T)
     halves = split(traced)
     assert halves is not None
     return traced, halves
@@ -230,7 +203,7 @@ def test_hoisting_that_cannot_be_is_refused() -> None:
         hoisting_of(traced, tight)
 
 
-class Guided(Modulated):
+class Guided(Timed):
     """A second slow input, which takes other values in each generation."""
 
     def __init__(self) -> None:
