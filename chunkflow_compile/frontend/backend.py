@@ -46,6 +46,7 @@ from chunkflow_compile.frontend.preconditions import (
     warn_if_nothing_streams,
     warn_of_small_weights,
     weights_and_modules,
+    with_fixed_batch,
 )
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
@@ -152,7 +153,8 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         compiler = replace(compiler, report=progress.say)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
-            compiled, runner = _at_open_sizes(graph, inputs, compiler, fixed)
+            traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
+            compiled, runner = _at_open_sizes(graph, traced, compiler, fixed)
         progress.compiled(p.name for p in compiler.parameters)
     part, made = compiler.settings.part, runner.programs
     offloaded = frozenset[str]().union(*(program.offloaded for program in made))
