@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import re
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from adapters import Library
 from conftest import EAGER, FAST
 from fake_cuda import FakeCuda
-from helpers import graphs, twins
+from helpers import graphs, join_closers, small_twins, twins
 from torch import nn
 
-from chunkflow_compile import offload, programs, replan
-from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile import ChunkflowError, enable_adapters, offload, programs, replan, restore
+from chunkflow_compile.catalog.small import SMALL_MODELS, Size, small_inputs
+from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.runtime.hoisted import Preamble
+from chunkflow_compile.runtime.rows import _SPENT as SPENT
 from chunkflow_compile.runtime.rows import RowStatistics
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.counts import Counts
@@ -25,8 +32,10 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 WIDTH = 32
 TIMES, PROMPTS = 3, 2
+SIZE = Size(layers=1, singles=1, text=16)
 # Of the row of a small model, and a budget whose table has room for all its rows, within which weights stream.
 ROW_BYTES = 3 * 2 * WIDTH * 4
+TOLERANCE = 1e-5  # of an adapter, whose products are summed in another order
 MEMORY = 80_000
 
 
@@ -57,6 +66,18 @@ def modulated_inputs(time: int, prompt: int, call: int, tokens: int = 16, batch:
     return {"x": x, "t": torch.full((batch,), 1.0 - time / 10), "pooled": pooled}
 
 
+def inputs_of(name: str, size: Size) -> Callable[..., dict[str, Any]]:
+    """The inputs of a small model of diffusers, as :func:`modulated_inputs`."""
+
+    def inputs(time: int, prompt: int, call: int, **changed: int) -> dict[str, Any]:
+        at = replace(size, **changed)
+        found = small_inputs(name, at, 50 * prompt)
+        latent = small_inputs(name, at, 50 * call + 1)["hidden_states"]
+        return {**found, "hidden_states": latent, "timestep": found["timestep"] * (1 - time / 10)}
+
+    return inputs
+
+
 class Pair:
     """A hoisted model, and its eager twin.  ``inputs``: of a timestep, a prompt and a call."""
 
@@ -65,18 +86,27 @@ class Pair:
         made: tuple[Any, Any] | None = None,
         inputs: Callable[..., dict[str, Any]] = modulated_inputs,
         placing: Any = None,
+        prepare: Callable[[Any], object] = lambda model: None,
         **options: Any,
     ) -> None:
+        """``placing``: arguments of offload.  ``prepare``: changes the model before."""
         self.model, self.twin = twins(Modulated) if made is None else made
         self.inputs = inputs
+        prepare(self.model)
         if "arena" not in options:
             offload(self.model, min_bytes=EAGER["min_bytes"], **(placing or {}))
         chosen = {**EAGER, "hoist": True, **options}
         if "memory" in options:
             chosen.pop("slowdown")
             chosen["hardware"] = options.get("hardware", FAST)
-        self.run = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=chosen)
+        self.run: Any = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=chosen)
         self.calls = 0
+
+    @property
+    def placement(self) -> Placement:
+        placement = placement_of(self.model)
+        assert placement is not None
+        return placement
 
     @property
     def main(self) -> SingleCall:
@@ -84,13 +114,13 @@ class Pair:
 
     @property
     def preamble(self) -> Preamble:
-        (found,) = placement_of(self.model).preambles
+        (found,) = self.placement.preambles
         return found
 
     @property
     def filling(self) -> SingleCall:
         """The program that computes rows."""
-        (found,) = (p for p in placement_of(self.model).programs if p.preamble and not p.closed)
+        (found,) = (p for p in self.placement.programs if p.preamble and not p.closed)
         return found
 
     @property
@@ -99,15 +129,15 @@ class Pair:
 
     @property
     def counts(self) -> Counts:
-        return placement_of(self.model).store.counts
+        return self.placement.store.counts
 
-    def call(self, time: int = 0, prompt: int = 0, **given: Any) -> bool:
+    def call(self, time: int = 0, prompt: int = 0, tolerance: float = 0.0, **given: Any) -> bool:
         """Make one call, which gives what the twin gives; return whether it was a hit."""
         self.calls += 1
         inputs = self.inputs(time, prompt, self.calls, **given)
         before = self.counts.row_hits if self.calls > 1 else 0
         got, want = self.run(**inputs), self.twin(**inputs)
-        assert torch.equal(_first(got), _first(want)), (time, prompt, given)
+        torch.testing.assert_close(_first(got), _first(want), rtol=0, atol=tolerance)
         return self.counts.row_hits > before
 
     def all_hits(self, **given: Any) -> bool:
@@ -116,10 +146,9 @@ class Pair:
 
     def held(self) -> int:
         """Bytes of weights and rows on the device."""
-        placement = placement_of(self.model)
-        arena, tables = self.main.arena, (rows for p in placement.preambles for rows in p.statistics.values())
+        arena, tables = self.main.arena, (rows for p in self.placement.preambles for rows in p.statistics.values())
         small = sum(p.nbytes for p in self.model.parameters() if not isinstance(p, HostWeight))
-        return arena.held + small + sum(rows.nbytes for rows in tables)
+        return int(arena.held + small + sum(rows.nbytes for rows in tables))
 
     def both(self, change: Callable[[Any], object]) -> None:
         for model in (self.model, self.twin):
@@ -129,6 +158,37 @@ class Pair:
 
 def _first(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def moved(pair: Pair) -> int:
+    """Bytes copied so far."""
+    return pair.counts.moved_bytes if pair.calls else 0
+
+
+@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
+def test_a_family_in_any_order(name: str) -> None:
+    """Three timesteps and two prompts, twice.  A hit moves main's weights; a miss moves the hoisted ones, too."""
+    pair = Pair(small_twins(name, SIZE), inputs_of(name, SIZE))
+    rng, hits = random.Random(name), list[bool]()
+    both = [(time, prompt) for time in range(TIMES) for prompt in range(PROMPTS)]
+    for order in (rng.sample(both, len(both)), rng.sample(both, len(both))):
+        for time, prompt in order:
+            before = moved(pair)
+            hits.append(pair.call(time, prompt))
+            more = moved(pair) - before - pair.main.plan.moved_bytes
+            assert more == 0 if hits[-1] else more >= pair.filling.plan.moved_bytes > 0
+    assert not hits[0] and all(hits[len(both) :])
+    assert (pair.rows.hits, pair.rows.misses) == (sum(hits), len(hits) - sum(hits))
+    if name == "qwen-image":
+        assert pair.rows.computed == TIMES, "its rows depend on the timestep alone"
+    offload(pair.twin, min_bytes=EAGER["min_bytes"])
+    whole = torch.compile(pair.twin, backend="chunkflow", fullgraph=True, options=EAGER)
+    inputs = pair.inputs(0, 0, 0)
+    assert torch.equal(_first(whole(**inputs)), _first(pair.run(**inputs)))
+    hoisted = sum(buffer.nbytes for buffer in pair.filling.buffers.values())
+    saved = programs(pair.twin)[0].plan.moved_bytes - pair.main.plan.moved_bytes
+    assert pair.filling.plan.moved_bytes == hoisted
+    assert abs(saved - hoisted) <= 2 * EAGER["chunk_bytes"], "a plan may keep a chunk or two on the device"
 
 
 @pytest.fixture
@@ -252,3 +312,140 @@ def test_values_and_not_objects_are_compared(pair: Pair) -> None:
     assert not hit()
     inputs["t"] = -torch.zeros(1)
     assert not hit()
+
+
+def test_an_adapter_in_the_slots_of_hoisted_layers() -> None:
+    """Loading one writes slots, which drops the rows; its scale is applied in main."""
+    pytest.importorskip("peft")
+    layers = ["img_mod.1"]
+    pair = Pair(
+        small_twins("qwen-image", SIZE),
+        inputs_of("qwen-image", SIZE),
+        prepare=lambda model: enable_adapters(model, rank=64, targets=layers),
+    )
+    library = Library(pair.twin)
+
+    def load(seed: int) -> Callable[[Any], object]:
+        state = library.adapter(seed, 64, layers)
+        return lambda m: m.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=f"a{seed}")
+
+    pair.call(tolerance=TOLERANCE)
+    changes: list[tuple[Callable[[Any], object], bool]] = [
+        (load(0), False),
+        (lambda m: m.set_adapters("a0", 0.5), True),
+        (load(1), False),
+        (lambda m: m.unload_lora(), False),
+    ]
+    for change, hit in changes:
+        pair.both(change)
+        assert pair.call(tolerance=TOLERANCE) == hit and pair.call(tolerance=TOLERANCE)
+    assert graphs() == 1
+
+
+class Alone(nn.Module):
+    """Nothing but blocks that the latent runs through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        for projection in self.projections:
+            x = projection(x) * t + pooled
+        return x
+
+
+BAD: list[tuple[dict[str, Any], type[nn.Module], str]] = [
+    ({}, Alone, "no weight is read by products of small inputs alone"),
+    ({"hoist": ("x",)}, Modulated, "no weight is read by products of small inputs alone"),
+    ({"hoist": ("nope",)}, Modulated, "this graph has no input 'nope'; its inputs are t, x, pooled"),
+    ({"hoist": ()}, Modulated, "names no input"),
+    ({"hoist": "yes"}, Modulated, "hoist='yes' is unknown"),
+    ({"hoist": 1}, Modulated, "hoist=1 must be True, False, 'auto', or a tuple of names"),
+    ({"memory": 12_000}, Modulated, "keeps rows of 768 B, and at most a sixteenth of memory"),
+    ({"policy": "layerwise", "slowdown": None}, Modulated, "hoist=True would change nothing; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("options", "made", "said"), BAD)
+def test_what_cannot_be_hoisted_is_one_sentence(options: dict[str, Any], made: Any, said: str) -> None:
+    """It comes before a program starts, and the model is restored bit for bit."""
+    pair = Pair(twins(made), **options)
+    with pytest.raises(ChunkflowError, match=re.escape(said)) as raised:
+        pair.call()
+    assert str(raised.value).count(". ") <= 1
+    check_restored(pair)
+
+
+def check_restored(pair: Pair) -> None:
+    assert not programs(pair.model)
+    restore(pair.model)
+    for own, theirs in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
+        assert type(own) is nn.Parameter and torch.equal(own, theirs)
+    inputs = pair.inputs(0, 0, 0)
+    assert torch.equal(pair.model(**inputs), pair.twin(**inputs))
+
+
+def test_gradients_are_refused() -> None:
+    pair = Pair()
+    with pytest.raises(ChunkflowError, match="gradients are enabled"), torch.enable_grad():
+        pair.run(**{name: value.requires_grad_() for name, value in pair.inputs(0, 0, 0).items()})
+    check_restored(pair)
+
+
+def test_weights_of_inference_mode_are_refused() -> None:
+    """torch counts no writes to them, so a row could be out of date."""
+    with torch.inference_mode():
+        made = twins(Modulated)
+    pair = Pair(made)
+    with pytest.raises(ChunkflowError, match="was made in inference mode, where torch counts no writes"):
+        pair.call()
+    restore(pair.model)
+    assert all(torch.equal(own, theirs) for own, theirs in zip(*(m.parameters() for m in made), strict=True))
+
+
+def test_hoisting_ends_if_no_value_comes_again(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(memory=26_000)
+    for call in range(SPENT + 2):
+        assert not pair.call(call)
+        assert pair.held() <= 26_000
+    assert caplog.text.count("none of the rows computed so far was used again") == 1
+    assert graphs() == 1
+    join_closers()
+    gc.collect()
+    pair.call(0)
+    assert pair.held() <= 26_000 and not pair.placement.preambles
+    (program,) = programs(pair.model)
+    assert len(program.program.problem.weights) > 6
+
+
+def test_rows_are_the_models_own() -> None:
+    """Two models of one class share a compiled graph, and neither uses the rows of the other."""
+    torch.manual_seed(0)
+    first = Pair(memory=MEMORY)
+    other = Pair((Modulated().eval(), Modulated().eval()), memory=MEMORY)
+    other.twin.load_state_dict(other.model.state_dict())
+    for pair in (first, other, first, other):
+        pair.call(0)
+    assert graphs() == 1
+    assert first.counts.row_hits == other.counts.row_hits == 1
+
+
+def test_restored_and_reset_models_start_with_no_rows(pair: Pair) -> None:
+    restore(pair.model)
+    assert not placement_of(pair.model)
+    pair.both(lambda model: model.modulations[0].weight.mul_(2))
+    offload(pair.model, min_bytes=EAGER["min_bytes"])
+    assert not pair.call(0) and pair.call(0)
+    torch._dynamo.reset()
+    assert not pair.call(0) and pair.call(0)
+
+
+def test_a_model_that_is_dropped_frees_its_preamble_and_its_rows(pair: Pair) -> None:
+    program, preamble = weakref.ref(pair.filling), weakref.ref(pair.preamble)
+    table = weakref.ref(pair.preamble._tables[pair.filling])
+    del pair.model, pair.run
+    torch._dynamo.reset()
+    join_closers()
+    gc.collect()
+    assert table() is None and program() is None and preamble() is None
