@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.hoist import Halves, split
+from chunkflow_compile.passes.graph.hoist import MOST_SLOW_BYTES, Halves, check_halves, split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.place import least_memory
@@ -112,9 +112,11 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
             return None
         raise ChunkflowError(
             "hoist=True, but no weight is read by products of small inputs alone, such as the timestep: leave hoist out. "
-            f"(Inputs are small up to {size(64 << 10)}; others are named as hoist=('timestep', ...).)"
+            f"(Inputs are small up to {size(MOST_SLOW_BYTES)}; others are named as hoist=('timestep', ...).)"
         )
-    hoisting = _planned(halves, settings)
+    if "verify" not in settings.disabled:
+        check_halves(traced, halves)
+    hoisting = plan_halves(halves, settings)
     if goal.hoist != "auto":
         return hoisting
     return hoisting if _pays(traced, settings, hoisting) else None
@@ -133,7 +135,8 @@ def rows_within(halves: Halves, memory: int | None) -> int:
     return most
 
 
-def _planned(halves: Halves, settings: Settings) -> Hoisting:
+def plan_halves(halves: Halves, settings: Settings) -> Hoisting:
+    """The settings of both halves.  ``settings``: of the model.  Raises ChunkflowError if a row does not fit the budget."""
     rows = rows_within(halves, settings.goal.memory)
     alone = replace(
         settings,

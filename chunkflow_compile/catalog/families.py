@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from .sizes import Config, Shape, build_model
 @dataclass(frozen=True)
 class Family:
     """A diffusers class.  ``inputs(config, shape, generator)``: keyword arguments of one denoising step; latents and
-    text are random, drawn from ``generator`` unless it is None.  ``prepare``: what a model does only in its first call, and
-    cannot be traced."""
+    text are random, drawn from ``generator`` unless it is None.  ``prepare``: prepares a model whose call cannot be traced as
+    it is."""
 
     name: str
     class_name: str
@@ -162,6 +163,123 @@ def _ltx_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
     }
 
 
+def _hunyuan15_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    """For a prompt without an image (729 tokens of zeros), and without text to be drawn, which ByT5 would encode in 256
+    tokens."""
+    latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
+    text = (shape.batch, shape.text, config["text_embed_dim"])
+    return {
+        "hidden_states": torch.randn(latent, generator=generator),
+        "timestep": torch.full((shape.batch,), 500.0),
+        "encoder_hidden_states": torch.randn(text, generator=generator),
+        "encoder_attention_mask": torch.ones(shape.batch, shape.text),
+        "encoder_hidden_states_2": torch.zeros(shape.batch, 256, config["text_embed_2_dim"]),
+        "encoder_attention_mask_2": torch.zeros(shape.batch, 256),
+        "image_embeds": torch.zeros(shape.batch, 729, config["image_embed_dim"]),
+        "return_dict": False,
+    }
+
+
+def _without_branches(model: Any) -> None:
+    """Give a HunyuanVideo-1.5 a forward that can be traced.  Its own branches on whether there is an image, and moves as many
+    tokens as a mask says."""
+    model.forward = MethodType(_hunyuan15_forward, model)
+
+
+def _hunyuan15_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_attention_mask: torch.Tensor,
+    encoder_hidden_states_2: torch.Tensor,
+    encoder_attention_mask_2: torch.Tensor,
+    image_embeds: torch.Tensor,
+    return_dict: bool = False,
+) -> tuple[torch.Tensor]:
+    """The outputs of the forward of the class, bit for bit, for latents in patches of one element.  It does not zero masked
+    tokens, which nothing reads."""
+    latent = hidden_states.shape[2:]
+    rotary, temb = self.rope(hidden_states), self.time_embed(timestep)
+    hidden_states = self.x_embedder(hidden_states)
+    parts = (
+        self.image_embedder(image_embeds),
+        self.context_embedder_2(encoder_hidden_states_2),
+        self.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask),
+    )
+    kinds = [torch.full_like(part[..., 0], kind, dtype=torch.long) for part, kind in zip(parts, (2, 1, 0), strict=True)]
+    context = torch.cat([part + self.cond_type_embed(kind) for part, kind in zip(parts, kinds, strict=True)], dim=1)
+    has_image = (image_embeds != 0).any().expand(kinds[0].shape)
+    mask = torch.cat([has_image, encoder_attention_mask_2.bool(), encoder_attention_mask.bool()], dim=1)
+    order = torch.argsort(mask.logical_not(), dim=1, stable=True)  # padding comes last
+    context, mask = context.gather(1, order[..., None].expand_as(context)), mask.gather(1, order)
+    for block in self.transformer_blocks:
+        hidden_states, context = block(hidden_states, context, temb, mask, rotary)
+    found = self.proj_out(self.norm_out(hidden_states, temb))
+    return (found.unflatten(1, latent).permute(0, 4, 1, 2, 3),)
+
+
+def _longcat_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    """Those of FLUX without pooled text and guidance."""
+    inputs = _flux_inputs(config, shape, generator)
+    return {name: value for name, value in inputs.items() if name not in ("pooled_projections", "guidance")}
+
+
+def _minimax_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    """One sequence of text, audio in stereo with 40 latents per second, and video at 24 frames per second in patches.  Text
+    and video have one timestep, and audio another."""
+    frames = (shape.frames - 2) // 5 * 17 + 5  # of the output
+    sizes = shape.text, 2 * round(40 * frames / 24), shape.frames * shape.height * shape.width
+    text, audio, video = torch.arange(sum(sizes)).split(sizes)
+    tags = torch.cat([torch.full_like(text, 1), torch.full_like(audio, 2), torch.zeros_like(video)])
+    before = torch.cartesian_prod(torch.arange(sizes[0] + sizes[1]), torch.arange(1), torch.arange(1))
+    grid = torch.cartesian_prod(*map(torch.arange, (shape.frames, shape.height, shape.width)))
+    patch = config["in_channels"] * math.prod(config["patch_size"])
+    return {
+        "hidden_states": torch.randn(shape.batch, sizes[2], patch, generator=generator),
+        "audio_hidden_states": torch.randn(shape.batch, sizes[1], config["audio_in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(shape.batch, sizes[0], config["text_dim"], generator=generator),
+        "timestep": torch.tensor([0.5, 0.75]),
+        "timestep_indices": (tags == 2).long(),
+        "token_tags": tags,
+        "position_ids": torch.cat([before, grid]).double(),
+        "video_indices": video,
+        "audio_indices": audio,
+        "text_indices": text,
+        "return_dict": False,
+    }
+
+
+def _ltx2_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    """Video at 24 frames per second, and audio with 25 latents per second.  No text is masked, because the connectors of the
+    pipeline replace padding."""
+    batch, tokens = shape.batch, shape.frames * shape.height * shape.width
+    audio = round(25 * (8 * (shape.frames - 1) + 1) / 24)
+    text, mask = (batch, shape.text, config["caption_channels"]), torch.ones(batch, shape.text, dtype=torch.long)
+    timestep = torch.full((batch,), 500.0)
+    grid = torch.cartesian_prod(*map(torch.arange, (shape.frames, shape.height, shape.width))).T
+    video_coords = torch.stack([grid, grid + 1], dim=-1) * torch.tensor([8, 32, 32])[:, None, None]
+    audio_coords = torch.stack([torch.arange(audio), torch.arange(audio) + 1], dim=-1) / 25
+    return {
+        "hidden_states": torch.randn(batch, tokens, config["in_channels"], generator=generator),
+        "audio_hidden_states": torch.randn(batch, audio, config["audio_in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(text, generator=generator),
+        "audio_encoder_hidden_states": torch.randn(text, generator=generator),
+        "timestep": timestep,
+        "sigma": timestep,
+        "encoder_attention_mask": mask,
+        "audio_encoder_attention_mask": mask,
+        "num_frames": shape.frames,
+        "height": shape.height,
+        "width": shape.width,
+        "fps": 24.0,
+        "audio_num_frames": audio,
+        "video_coords": video_coords.float().expand(batch, -1, -1, -1),
+        "audio_coords": audio_coords.expand(batch, 1, -1, -1),
+        "return_dict": False,
+    }
+
+
 FAMILIES: Mapping[str, Family] = {
     f.name: f
     for f in (
@@ -174,5 +292,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("flux2", "Flux2Transformer2DModel", _flux2_inputs),
         Family("z-image", "ZImageTransformer2DModel", _z_image_inputs, _z_image_tables),
         Family("ltx", "LTXVideoTransformer3DModel", _ltx_inputs),
+        Family("hunyuanvideo-1.5", "HunyuanVideo15Transformer3DModel", _hunyuan15_inputs, _without_branches),
+        Family("longcat-image", "LongCatImageTransformer2DModel", _longcat_inputs),
+        Family("minimax-h3", "MiniMaxH3Transformer3DModel", _minimax_inputs),
+        Family("ltx-2", "LTX2VideoTransformer3DModel", _ltx2_inputs),
     )
 }

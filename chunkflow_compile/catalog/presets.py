@@ -1,8 +1,7 @@
 """Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
 
-The configurations are from the models' repositories (``transformer/config.json``) and the defaults of the diffusers
-classes, which are the published sizes of FLUX.1, FLUX.2-dev, HunyuanVideo, Qwen-Image, Z-Image and LTX-Video 0.9.  Imports
-torch when a model is made, because ``--help`` shows the names.
+The configurations and their sources are in ``configs``.  Imports torch when a model is made, because ``--help`` shows the
+names.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.units import whole_number
 
+from .configs import CONFIGS
 from .sizes import Config, Quantisation, Shape, Timestep
 
 if TYPE_CHECKING:
@@ -81,8 +81,9 @@ class Preset:
     classifier-free guidance per call, so a call passes ``branches`` samples for each of ``sizes.batch``.  A pipeline that
     calls the transformer once per branch has 2 forwards of 1 branch; one that joins both branches in one batch has 1
     forward of 2; one whose guidance is distilled into the model has 1 of 1.  ``timestep``: whether a call passes one
-    timestep per sample or one per token.  ``spatial`` and ``temporal``: pixels and frames per latent element, patches of
-    packed latents (FLUX) included.
+    timestep per sample or one per token.  ``spatial``: pixels per latent element, patches of packed latents (FLUX) included.
+    ``temporal``, ``latents``, ``last``: a video of ``temporal`` k + ``last[0]`` frames has ``latents`` k + ``last[1]`` latent
+    frames.
     """
 
     name: str
@@ -93,6 +94,8 @@ class Preset:
     timestep: Timestep = "sample"
     spatial: int
     temporal: int = 1
+    latents: int = 1
+    last: tuple[int, int] = (1, 1)
     branches: int = 1
 
     @property
@@ -126,11 +129,13 @@ class Preset:
             whole_number(value, f"{self.name}: {name}", 1)
         if self.temporal == 1 and sizes.frames != 1:
             raise ChunkflowError(f"{self.name} generates images: leave out frames.")
-        if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:
-            raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + 1.")
+        last_frames, last_latents = self.last
+        clips, rest = divmod(sizes.frames - last_frames, self.temporal)
+        if clips < 0 or rest:
+            raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + {last_frames}.")
         return Shape(
             batch=sizes.batch * self.branches,
-            frames=(sizes.frames - 1) // self.temporal + 1,
+            frames=clips * self.latents + last_latents,
             height=sizes.height // self.spatial,
             width=sizes.width // self.spatial,
             text=sizes.text,
@@ -188,50 +193,13 @@ class Preset:
         return model, inputs
 
 
-def _wan(*, heads: int, layers: int, mlp: int, channels: int, out: int = 16, **more: int) -> Config:
-    return {
-        "patch_size": (1, 2, 2),
-        "attention_head_dim": 128,
-        "num_attention_heads": heads,
-        "num_layers": layers,
-        "ffn_dim": mlp,
-        "in_channels": channels,
-        "out_channels": out,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "rope_max_seq_len": 1024,
-        **more,
-    }
-
-
-def _flux2(name: str, *, layers: int, singles: int, heads: int, text: int, guidance: bool) -> Preset:
-    return Preset(
-        name=name,
-        family="flux2",
-        config={
-            "in_channels": 128,
-            "num_layers": layers,
-            "num_single_layers": singles,
-            "attention_head_dim": 128,
-            "num_attention_heads": heads,
-            "joint_attention_dim": text,
-            "guidance_embeds": guidance,
-        },
-        sizes=OutputSizes(height=1024, width=1024),
-        forwards=1,
-        spatial=16,
-    )
-
-
 PRESETS: Mapping[str, Preset] = {
     p.name: p
     for p in (
         Preset(
             name="wan2.2-ti2v-5b",
             family="wan",
-            config=_wan(heads=24, layers=30, mlp=14336, channels=48, out=48),
+            config=CONFIGS["wan2.2-ti2v-5b"],
             sizes=OutputSizes(height=704, width=1280, frames=121),
             forwards=2,
             timestep="token",  # expand_timesteps in model_index.json
@@ -241,7 +209,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.2-t2v-a14b",
             family="wan",
-            config=_wan(heads=40, layers=40, mlp=13824, channels=16),
+            config=CONFIGS["wan2.2-t2v-a14b"],
             sizes=OutputSizes(height=720, width=1280, frames=81),
             forwards=2,
             spatial=8,
@@ -250,7 +218,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.1-i2v-14b",
             family="wan-i2v",
-            config=_wan(heads=40, layers=40, mlp=13824, channels=36, image_dim=1280, added_kv_proj_dim=5120),
+            config=CONFIGS["wan2.1-i2v-14b"],
             sizes=OutputSizes(height=480, width=832, frames=81),
             forwards=2,
             spatial=8,
@@ -259,7 +227,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.1-t2v-14b",
             family="wan",
-            config=_wan(heads=40, layers=40, mlp=13824, channels=16),
+            config=CONFIGS["wan2.1-t2v-14b"],
             sizes=OutputSizes(height=720, width=1280, frames=81),
             forwards=2,
             spatial=8,
@@ -268,7 +236,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="wan2.1-t2v-1.3b",
             family="wan",
-            config=_wan(heads=12, layers=30, mlp=8960, channels=16),
+            config=CONFIGS["wan2.1-t2v-1.3b"],
             sizes=OutputSizes(height=480, width=832, frames=81),
             forwards=2,
             spatial=8,
@@ -277,16 +245,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="flux.1-dev",
             family="flux",
-            config={
-                "in_channels": 64,
-                "num_layers": 19,
-                "num_single_layers": 38,
-                "attention_head_dim": 128,
-                "num_attention_heads": 24,
-                "joint_attention_dim": 4096,
-                "pooled_projection_dim": 768,
-                "guidance_embeds": True,
-            },
+            config=CONFIGS["flux.1-dev"],
             sizes=OutputSizes(height=1024, width=1024),
             forwards=1,
             spatial=16,
@@ -294,16 +253,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="hunyuanvideo",
             family="hunyuanvideo",
-            config={
-                "in_channels": 16,
-                "num_attention_heads": 24,
-                "attention_head_dim": 128,
-                "num_layers": 20,
-                "num_single_layers": 40,
-                "num_refiner_layers": 2,
-                "text_embed_dim": 4096,
-                "pooled_projection_dim": 768,
-            },
+            config=CONFIGS["hunyuanvideo"],
             sizes=OutputSizes(height=720, width=1280, frames=129, text=256),
             forwards=1,
             spatial=8,
@@ -312,32 +262,31 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="qwen-image",
             family="qwen-image",
-            config={
-                "in_channels": 64,
-                "out_channels": 16,
-                "num_layers": 60,
-                "attention_head_dim": 128,
-                "num_attention_heads": 24,
-                "joint_attention_dim": 3584,
-            },
+            config=CONFIGS["qwen-image"],
             sizes=OutputSizes(height=1024, width=1024, text=64),  # prompts are not padded: some forty words
             forwards=2,
             spatial=16,
         ),
-        _flux2("flux.2-dev", layers=8, singles=48, heads=48, text=15360, guidance=True),
-        _flux2("flux.2-klein-4b", layers=5, singles=20, heads=24, text=7680, guidance=False),
+        Preset(
+            name="flux.2-dev",
+            family="flux2",
+            config=CONFIGS["flux.2-dev"],
+            sizes=OutputSizes(height=1024, width=1024),
+            forwards=1,
+            spatial=16,
+        ),
+        Preset(
+            name="flux.2-klein-4b",
+            family="flux2",
+            config=CONFIGS["flux.2-klein-4b"],
+            sizes=OutputSizes(height=1024, width=1024),
+            forwards=1,
+            spatial=16,
+        ),
         Preset(
             name="z-image-turbo",
             family="z-image",
-            config={
-                "in_channels": 16,
-                "dim": 3840,
-                "n_layers": 30,
-                "n_refiner_layers": 2,
-                "n_heads": 30,
-                "n_kv_heads": 30,
-                "cap_feat_dim": 2560,
-            },
+            config=CONFIGS["z-image-turbo"],
             sizes=OutputSizes(height=1024, width=1024, text=64),  # as for Qwen-Image
             forwards=1,
             spatial=16,
@@ -345,18 +294,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="sd3.5-large",
             family="sd3",
-            config={
-                "in_channels": 16,
-                "out_channels": 16,
-                "num_layers": 38,
-                "attention_head_dim": 64,
-                "num_attention_heads": 38,
-                "joint_attention_dim": 4096,
-                "caption_projection_dim": 2432,
-                "pooled_projection_dim": 2048,
-                "pos_embed_max_size": 192,
-                "qk_norm": "rms_norm",
-            },
+            config=CONFIGS["sd3.5-large"],
             sizes=OutputSizes(height=1024, width=1024, text=333),  # 77 of CLIP and 256 of T5
             forwards=1,
             spatial=16,
@@ -365,16 +303,46 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="ltx-video",
             family="ltx",
-            config={
-                "in_channels": 128,
-                "out_channels": 128,
-                "num_layers": 28,
-                "attention_head_dim": 64,
-                "num_attention_heads": 32,
-                "cross_attention_dim": 2048,
-                "caption_channels": 4096,
-            },
+            config=CONFIGS["ltx-video"],
             sizes=OutputSizes(height=512, width=704, frames=161, text=128),
+            forwards=1,
+            spatial=32,
+            temporal=8,
+            branches=2,
+        ),
+        Preset(
+            name="hunyuanvideo-1.5",
+            family="hunyuanvideo-1.5",
+            config=CONFIGS["hunyuanvideo-1.5"],
+            sizes=OutputSizes(height=480, width=848, frames=121, text=1000),  # prompts are padded to 1000 tokens
+            forwards=2,
+            spatial=16,
+            temporal=4,
+        ),
+        Preset(
+            name="longcat-image",
+            family="longcat-image",
+            config=CONFIGS["longcat-image"],
+            sizes=OutputSizes(height=1024, width=1024),
+            forwards=2,
+            spatial=16,
+        ),
+        Preset(
+            name="minimax-h3",
+            family="minimax-h3",
+            config=CONFIGS["minimax-h3"],
+            sizes=OutputSizes(height=768, width=1344, frames=124, text=64),  # prompts are not padded, as for Qwen-Image
+            forwards=1,
+            spatial=32,
+            temporal=17,
+            latents=5,
+            last=(5, 2),
+        ),
+        Preset(
+            name="ltx-2",
+            family="ltx-2",
+            config=CONFIGS["ltx-2"],
+            sizes=OutputSizes(height=512, width=768, frames=121, text=1024),
             forwards=1,
             spatial=32,
             temporal=8,

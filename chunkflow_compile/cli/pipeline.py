@@ -18,9 +18,10 @@ from chunkflow_compile.catalog.trace_cache import Entry
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.hoist import split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import Limits, draw_generation, generation_answer, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
@@ -52,13 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(f"--steps must be at least {pipeline.experts}.")
     note_hardware(arguments)
     progress = Progress(len(pipeline.encoders) + 3)
-    fused = arguments.lowering == "inductor"
+    fused, hoist = arguments.lowering == "inductor", FORMS[arguments.hoist]
     components = [
-        replace(component, pack=FORMS[arguments.pack])
-        for component in _components(pipeline, sizes, steps, hardware, fused, progress)
+        replace(component, pack=FORMS[arguments.pack], hoist=hoist)
+        for component in _components(pipeline, sizes, steps, hardware, fused, hoist, progress)
     ]
     with progress.phase("planning"):
         least = least_budget(components, hardware)
+        if hoist is True and not any(c.halves for c in components):
+            raise ChunkflowError(
+                f"--hoist: no weight of {pipeline.name} is read by products of small inputs alone: leave it out."
+            )
         limits = Limits(budget=memory, card=hardware.name, card_bytes=hardware.memory_bytes)
         memory = least if memory is None else memory
         ways = generations(components, hardware, memory)
@@ -80,7 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _components(
-    pipeline: Published, sizes: OutputSizes, steps: int, hardware: Hardware, fused: bool, progress: Progress
+    pipeline: Published,
+    sizes: OutputSizes,
+    steps: int,
+    hardware: Hardware,
+    fused: bool,
+    hoist: Hoist,
+    progress: Progress,
 ) -> Iterator[Component]:
     """The phases of a generation, in order."""
     for encoder in pipeline.encoders:
@@ -93,13 +104,15 @@ def _components(
     transformer = pipeline.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
         key, call = preset_call(transformer, 1, sizes, DEFAULT_MIN_BYTES, None, 1)
-        cut = make_cut(replace(trace_entry(key).get(call), fused=fused))
+        traced = replace(trace_entry(key).get(call), fused=fused)
+        cut = make_cut(traced)
         build = partial(transformer.build, sizes, torch.device("cpu"))
         cost = kept_cost(key, partial(eager_cost, build, torch.bfloat16))
+    halves = split(traced) if hoist else None
     for expert in range(pipeline.experts):  # each takes its share of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
-        yield _component(name, cost, mine * transformer.forwards, cut)
+        yield replace(_component(name, cost, mine * transformer.forwards, cut), halves=halves)
     with progress.phase("decoding"):
         decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
         decode = partial(pipeline.vae_and_latents, sizes)

@@ -9,10 +9,13 @@ from functools import partial
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
+from chunkflow_compile.passes.graph.hoist import Halves
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Pack
+from chunkflow_compile.passes.hoisting import plan_halves
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack
+from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.choice import to_pack
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.report.generation import Generation, PhaseMemory
@@ -29,7 +32,8 @@ GROUP_OFFLOAD = "group offload, two blocks (enable_group_offload)"
 class Component:
     """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``small``: those of its weights that stay on the
     device while other components run.  ``cut``: of its compiled call; None for one that runs eagerly, whose calls take
-    ``seconds``.  ``pack``: whether weights are packed where it is planned.  ``calls``: in a generation, one after another."""
+    ``seconds``.  ``pack``: whether weights are packed where it is planned.  ``calls``: in a generation, one after another.
+    ``hoist``: whether what its ``halves`` compute once for many calls is hoisted, see :class:`Halves`; None without any."""
 
     name: str
     weights: int
@@ -39,6 +43,8 @@ class Component:
     cut: Cut | None = None
     seconds: float = 0.0
     pack: Pack = False
+    hoist: Hoist = False
+    halves: Halves | None = None
 
     @property
     def all_packed(self) -> Cut | None:
@@ -78,15 +84,20 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         if c.cut is None and c.weights > room:
             raise _too_little(c, others, hardware, budget)
         goal = Goal(memory=max(0, room))
-        try:
-            cut = c.packed_for(hardware, goal)
-            phase = _phase(replace(c, cut=cut), hardware, goal)
-        except ChunkflowError as error:
-            raise _too_little(c, others, hardware, budget) from error
-        host = c.weights if cut is None else cut.problem.total_bytes
+        forms = [partial(_planned, c, hardware, goal)] if c.hoist is not True or c.halves is None else []
+        forms += [partial(_hoisted, c, hardware, goal)] if c.hoist and c.halves is not None else []
+        found, refused = list[PhaseMemory](), list[ChunkflowError]()
+        for form in forms:
+            try:
+                found.append(form())
+            except ChunkflowError as error:
+                refused.append(error)
+        if not found:
+            raise _too_little(c, others, hardware, budget) from refused[0]
+        phase = min(found, key=lambda p: p.loading_s + p.calls * p.seconds)
         # a phase begins cold
-        loading_s = min(phase.weights, c.weights) / rate
-        return replace(phase, weights=phase.weights + others, host=host, loading_s=loading_s)
+        loading_s = phase.loading_s + min(phase.weights, c.weights) / rate
+        return replace(phase, weights=phase.weights + others, loading_s=loading_s)
 
     return {
         "plain": plain,
@@ -94,6 +105,27 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         GROUP_OFFLOAD: [blocks(c) for c in components],
         "chunkflow": [planned(c) for c in components],
     }
+
+
+def _planned(c: Component, hardware: Hardware, goal: Goal) -> PhaseMemory:
+    """A phase whose whole component runs in each call."""
+    cut = c.packed_for(hardware, goal)
+    host = c.weights if cut is None else cut.problem.total_bytes
+    return replace(_phase(replace(c, cut=cut), hardware, goal), host=host)
+
+
+def _hoisted(c: Component, hardware: Hardware, goal: Goal) -> PhaseMemory:
+    """A phase before which rows are computed, once for all calls.  Raises ChunkflowError if it has no room for them."""
+    assert c.halves is not None
+    hoisting = plan_halves(c.halves, Settings(hardware=hardware, goal=goal))
+    main = replace(c, cut=make_cut(c.halves.main))
+    within = replace(goal, memory=max(0, (goal.memory or 0) - hoisting.main.outside))
+    cut = main.packed_for(hardware, within)
+    assert cut is not None
+    phase = _phase(replace(main, cut=cut), hardware, within, hoisting.main.arena)
+    host = cut.problem.total_bytes + c.halves.hoisted_bytes
+    weights = phase.weights + hoisting.main.outside
+    return replace(phase, weights=weights, host=host, loading_s=hoisting.figures.fill_s)
 
 
 def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
@@ -123,12 +155,12 @@ def _too_little(component: Component, others: int, hardware: Hardware, budget: i
     )
 
 
-def _phase(component: Component, hardware: Hardware, goal: Goal) -> PhaseMemory:
-    """A phase, planned for ``goal`` unless it runs eagerly."""
+def _phase(component: Component, hardware: Hardware, goal: Goal, arena: int = 0) -> PhaseMemory:
+    """A phase, planned for ``goal`` unless it runs eagerly.  ``arena``: see place."""
     weights, seconds, plan = component.weights, component.seconds, None
     if component.cut is not None:
         problem = component.cut.problem
-        plan = place(problem, hardware, goal, chunk_bytes=DEFAULT_CHUNK_BYTES)
+        plan = place(problem, hardware, goal, chunk_bytes=DEFAULT_CHUNK_BYTES, arena=arena)
         assert plan.predicted is not None
         weights, seconds = plan.device_bytes + problem.unpacked_bytes, plan.predicted.step_s
     return PhaseMemory(

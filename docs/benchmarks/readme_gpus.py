@@ -45,11 +45,13 @@ from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
+from chunkflow_compile.passes.graph.hoist import Halves, split
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.hoisting import plan_halves
+from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.group_offload import play_group_offload
@@ -62,6 +64,10 @@ MODEL = "model offload"
 # ChunkFlow in the GPU memory that group offload takes; with packed weights; and with the weights that exceed host_memory on
 # an SSD that reads so many bytes/s, as an NVMe SSD for PCIe 3.0 does.
 IN_ITS_MEMORY, PACKED, ON_SSD = "ChunkFlow in the memory of group offload", "pack=True", "host_memory, SSD"
+# What no latent reaches is computed once for many steps; and both.
+HOISTED, BOTH = "hoist=True", "hoist=True, pack=True"
+# A combination is shown if it takes at most so much of the step without it.
+WORTH = 0.99
 SSD = 3.5e9
 # For weights, on a machine with 32 GB of RAM: the rest is for the operating system, Python and the page cache.
 HOST_OF_32_GB = 22 * GIB
@@ -123,6 +129,14 @@ class Row:
     def fits(self, way: str) -> bool:
         """Whether the GPU has the memory of a way, less what is left of it for others."""
         return way in self.ways and self.ways[way].nbytes <= self.on.budget * GIB
+
+    @property
+    def fastest(self) -> str | None:
+        """The combination of options with the shortest step, None if it is hardly shorter than without any."""
+        able = [way for way in (HOISTED, PACKED, BOTH) if way in self.ways]
+        best = min(able, key=lambda way: self.ways[way].forward_s, default=None)
+        worth = best is not None and self.ways[best].forward_s <= WORTH * self.ways[CHUNKFLOW].forward_s
+        return best if worth else None
 
     def step_s(self, way: str) -> float:
         """Seconds of a denoising step."""
@@ -220,6 +234,23 @@ class Planned:
         return packed(self.cut, packable(self.cut)).problem
 
     @cached_property
+    def halves(self) -> Halves | None:
+        """The transformer in two, None if there is nothing to hoist."""
+        return split(self.traced)
+
+    def hoisted_s(self, hardware: Hardware, budget: int, *, pack: bool = False) -> float:
+        """Seconds of a forward in a budget with what is hoisted, with its share of computing the rows."""
+        assert self.halves is not None
+        settings = Settings(hardware=hardware, goal=Goal(memory=self.room(budget)), chunk_bytes=CHUNK_BYTES)
+        hoisting = plan_halves(self.halves, settings)
+        cut = make_cut(self.halves.main, GROUP_BYTES)
+        problem = packed(cut, packable(cut)).problem if pack else cut.problem
+        main = hoisting.main
+        plan = place(problem, hardware, main.goal, chunk_bytes=CHUNK_BYTES, outside=main.outside, arena=main.arena)
+        assert plan.predicted is not None
+        return plan.predicted.step_s + hoisting.figures.seconds_per_call
+
+    @cached_property
     def host_packed(self) -> int:
         """The same with packed weights: those of the encoders shrink as much as those of the transformer."""
         share = self.packed.total_bytes / self.cut.problem.total_bytes
@@ -279,6 +310,7 @@ def plan(planned: Planned, gpu: str) -> Row:
         ways[CHUNKFLOW] = Way(forward_s=curve[budget], nbytes=budget)
         if same in curve:
             ways[IN_ITS_MEMORY] = Way(forward_s=curve[same], nbytes=same)
+        ways |= _with_options(planned, hardware, budget)
         if gpu == EXAMPLE:
             ways |= _in_less_host_memory(planned, hardware, budget)
     return Row(
@@ -292,10 +324,18 @@ def plan(planned: Planned, gpu: str) -> Row:
     )
 
 
+def _with_options(planned: Planned, hardware: Hardware, budget: int) -> dict[str, Way]:
+    """The same budget with packed weights, with what is hoisted, and with both."""
+    found = {PACKED: planned.forward_s(hardware, budget, planned.packed)}
+    if planned.halves is not None:
+        found[HOISTED] = planned.hoisted_s(hardware, budget)
+        found[BOTH] = planned.hoisted_s(hardware, budget, pack=True)
+    return {name: Way(forward_s=forward_s, nbytes=budget) for name, forward_s in found.items()}
+
+
 def _in_less_host_memory(planned: Planned, hardware: Hardware, budget: int) -> dict[str, Way]:
-    """The same budget with packed weights, and with ``host_memory`` where the weights do not fit 32 GB of RAM."""
+    """The same budget with ``host_memory`` where the weights do not fit 32 GB of RAM."""
     cut, ways = planned.cut, dict[str, Way]()
-    ways[PACKED] = Way(forward_s=planned.forward_s(hardware, budget, planned.packed), nbytes=budget)
     part = HOST_OF_32_GB / planned.host
     if part < 1:  # compile divides it over the components by their bytes
         names = for_the_drive(planned.traced.large, int(part * cut.problem.total_bytes))

@@ -66,7 +66,18 @@ def table(rows: Sequence[Row]) -> str:
     for name in GPUS:
         lines += [_planned(row) for row in rows if row.gpu == name]
         lines += [_measured(*measured())] if name == MEASURED_ON else []
-    head = ("GPU", "model", "`memory=`", "forward", "step", GROUP, f"{CHUNKFLOW}, same memory", MODEL, "")
+    head = (
+        "GPU",
+        "model",
+        "`memory=`",
+        "forward",
+        "step",
+        "fastest with",
+        GROUP,
+        f"{CHUNKFLOW}, same memory",
+        MODEL,
+        "",
+    )
     return tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
 
 
@@ -74,9 +85,10 @@ def _planned(row: Row) -> tuple[str, ...]:
     on = row.on
     if row.fits(CHUNKFLOW):
         way = row.ways[CHUNKFLOW]
-        ours = (f"{on.budget} GiB", seconds(way.forward_s), f"**{seconds(row.step_s(CHUNKFLOW))}**")
+        best = "" if row.fastest is None else f"**{seconds(row.step_s(row.fastest))}**, `{row.fastest}`"
+        ours = (f"{on.budget} GiB", seconds(way.forward_s), f"**{seconds(row.step_s(CHUNKFLOW))}**", best)
     else:
-        ours = (needed(row.least), "", "")
+        ours = (needed(row.least), "", "", "")
     same = figures(row, IN_ITS_MEMORY) if IN_ITS_MEMORY in row.ways else ""
     others = [figures(row, way) if row.fits(way) else needed(row.ways[way].nbytes) for way in (GROUP, MODEL)]
     return (label(row.gpu), MODELS[row.workload.model], *ours, others[0], same, others[1], row.how)
@@ -90,7 +102,7 @@ def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
     ]
     mine, group = ours.ways[CHUNKFLOW], ours.ways[GROUP]
     again = f"{seconds(times[2])}, {gib(same.ways[CHUNKFLOW].nbytes)}"
-    cells = (gib(mine.nbytes), seconds(mine.forward_s), f"**{seconds(times[0])}**")
+    cells = (gib(mine.nbytes), seconds(mine.forward_s), f"**{seconds(times[0])}**", "")
     model = MODELS[ours.workload.model]
     return (label(MEASURED_ON), model, *cells, f"{seconds(times[1])}, {gib(group.nbytes)}", again, "", ours.how)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from denoisers import DENOISERS, hunyuan15_transformer
 from paper_formulas import dit_block_flops, double_block_flops, single_block_flops
-from small_pipelines import SMALL_PIPELINES, SmallPipeline, small_pipeline
+from small_pipelines import SMALL_PIPELINES, SmallPipeline
 from torch import nn
 
 from chunkflow_compile.catalog.families import FAMILIES
@@ -61,6 +62,10 @@ PUBLISHED_SIZES = {
     "z-image-turbo": 6.15,
     "sd3.5-large": 8.06,
     "ltx-video": 1.92,
+    "hunyuanvideo-1.5": 8.3,
+    "longcat-image": 6.27,  # 12.54 GB
+    "minimax-h3": 33.1,
+    "ltx-2": 18.9,
 }
 # Of the encoders of its pipeline, and of its VAE.
 PUBLISHED_PARTS = {
@@ -97,6 +102,16 @@ def test_a_pipeline_has_the_published_encoders_and_vae(name: str) -> None:
     assert shape[1] == vae.config.get("z_dim", vae.config.get("latent_channels"))
 
 
+# Bytes of a block's weights that its image or video tokens are multiplied with, if text, audio or the timestep reads many
+# of the others.
+READ_BY_TOKENS = {
+    "sd3.5-large": 2 * 12 * 2432**2,
+    "hunyuanvideo-1.5": 2 * 12 * 2048**2,
+    "minimax-h3": 2 * 5376 * (4 * 7168 + 3 * 14336),
+    "ltx-2": 2 * 16 * 4096**2,
+}
+
+
 @pytest.mark.parametrize(
     "name,block",
     [
@@ -104,6 +119,10 @@ def test_a_pipeline_has_the_published_encoders_and_vae(name: str) -> None:
         ("z-image-turbo", "layers.0"),
         ("sd3.5-large", "transformer_blocks.0"),
         ("ltx-video", "transformer_blocks.0"),
+        ("hunyuanvideo-1.5", "transformer_blocks.0"),
+        ("longcat-image", "single_transformer_blocks.0"),
+        ("minimax-h3", "transformer_blocks.0"),
+        ("ltx-2", "transformer_blocks.0"),
     ],
 )
 def test_one_block_of_each_kind_of_a_preset(name: str, block: str) -> None:
@@ -114,9 +133,7 @@ def test_one_block_of_each_kind_of_a_preset(name: str, block: str) -> None:
     shape = found.shape(found.sizes)
     tokens = shape.batch * shape.frames * shape.height * shape.width
     costs = [r.cost for r in problem.regions if r.block == block]
-    nbytes = block_bytes(problem, block)
-    if name == "sd3.5-large":  # whose only block reads its text and the timestep with half of its weights
-        nbytes = 2 * 12 * 2432**2
+    nbytes = READ_BY_TOKENS.get(name, block_bytes(problem, block))
     assert sum(c.attention for c in costs) > 0
     assert sum(c.flops - c.attention for c in costs) == pytest.approx(tokens * nbytes, rel=0.2)
 
@@ -228,6 +245,13 @@ def test_flux_has_as_few_regions_as_its_plans_need() -> None:
         assert len({region.info.key for region in cut.regions}) < 20, "equal blocks are lowered once"
 
 
+SMALL = {**SMALL_PIPELINES, **DENOISERS}
+# The guidance of LTX-2.0: that of both branches alone, for video and audio.
+LTX2 = {
+    f"{kind}{name}": scale
+    for kind in ("", "audio_")
+    for name, scale in (("guidance_scale", 4.0), ("stg_scale", 0.0), ("modality_scale", 1.0))
+}
 # Preset -> the small pipeline of its class, and its guidance as in the example of the model's card.
 PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "wan2.2-ti2v-5b": ("wan", {"guidance_scale": 5.0}),
@@ -243,6 +267,10 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "z-image-turbo": ("z-image", {"guidance_scale": 0.0}),
     "sd3.5-large": ("sd3.5", {"guidance_scale": 3.5, "skip_guidance_layers": None}),
     "ltx-video": ("ltx", {}),
+    "hunyuanvideo-1.5": ("hunyuanvideo-1.5", {}),
+    "longcat-image": ("longcat-image", {"guidance_scale": 4.5}),
+    "minimax-h3": ("minimax-h3", {}),
+    "ltx-2": ("ltx-2", LTX2),
 }
 
 
@@ -251,7 +279,7 @@ def pipeline_of(name: str) -> tuple[Any, dict[str, Any]]:
     import diffusers
 
     small, changed = PIPELINES[name]
-    pipe = small_pipeline(small)
+    pipe = SMALL[small].build()
     if name == "wan2.2-ti2v-5b":
         pipe.register_to_config(expand_timesteps=True)  # as in the model_index.json of its repository
     if name == "flux.2-dev":  # another class than klein's: one whose transformer embeds guidance
@@ -290,7 +318,9 @@ def shape_of(call: dict[str, Any], known: Preset) -> Shape:
     latent = given["x" if "x" in given else "hidden_states"].shape
     edge = round(latent[1] ** 0.5)  # of packed latents of an image; the small outputs are square
     frames, height, width = {3: (1, edge, edge), 4: (1, *latent[2:]), 5: latent[2:]}[len(latent)]
-    if known.family == "ltx":
+    if known.family == "minimax-h3":  # 124 frames of 64x64
+        frames, height, width = 37, 2, 2
+    if known.family in ("ltx", "ltx-2"):
         frames, height, width = (call[name] for name in ("num_frames", "height", "width"))
     if known.family in ("sd3", "z-image"):  # a shape is in patches
         height, width = height // 2, width // 2
@@ -307,16 +337,47 @@ def shape_of(call: dict[str, Any], known: Preset) -> Shape:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_makes_the_call_that_its_pipeline_makes(name: str) -> None:
     """As many forwards per step, of as many samples, with timesteps and latents of the same form."""
-    known, small = PRESETS[name], SMALL_PIPELINES[PIPELINES[name][0]]
+    known, small = PRESETS[name], SMALL[PIPELINES[name][0]]
     pipe, changed = pipeline_of(name)
     calls = calls_of(pipe, small, changed)
     assert len(calls) == known.forwards * small.call["num_inference_steps"], "calls per step"
+    if name == "minimax-h3":
+        del calls[0]  # in the first step, video and audio have the same timestep
     config = {"image_dim": 32, **pipe.transformer.config}
     mine = tensors(FAMILIES[known.family].inputs(config, shape_of(calls[0], known), None))
     for call in map(tensors, calls):
         assert {n: t.ndim for n, t in call.items()} == {n: t.ndim for n, t in mine.items()}
-        latent, timestep = ("x", "t") if "x" in mine else ("hidden_states", "timestep")
-        assert all(call[n].shape == mine[n].shape for n in (latent, timestep))
+        shaped = ("x", "t") if "x" in mine else ("hidden_states", "timestep")
+        if "audio_hidden_states" in mine:
+            shaped += ("audio_hidden_states",)
+        assert all(call[n].shape == mine[n].shape for n in shaped)
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_the_traced_forward_of_hunyuanvideo_1_5_is_its_own(image: bool) -> None:
+    """Bit for bit, with tokens of both texts masked, as many in each sample as the mask says."""
+    torch.manual_seed(0)
+    model = hunyuan15_transformer()
+    family, size = FAMILIES["hunyuanvideo-1.5"], Shape(batch=2, frames=2, height=4, width=4, text=8)
+    inputs = family.inputs(model.config, size, None)
+    for name, valid in (("encoder_attention_mask", (8, 3)), ("encoder_attention_mask_2", (0, 5))):
+        inputs[name] = (torch.arange(inputs[name].shape[1]) < torch.tensor(valid)[:, None]).float()
+    for name in ("encoder_hidden_states_2", "image_embeds") if image else ("encoder_hidden_states_2",):
+        inputs[name] = torch.randn_like(inputs[name])
+    with torch.no_grad():
+        (wanted,) = model(**inputs)
+        assert family.prepare is not None
+        family.prepare(model)
+        assert torch.equal(model(**inputs)[0], wanted)
+
+
+def test_the_frames_of_a_video_in_clips() -> None:
+    """MiniMax-H3's VAE makes 5 latent frames of 17, and 2 of the last 5."""
+    known = PRESETS["minimax-h3"]
+    assert [known.shape(replace(known.sizes, frames=n)).frames for n in (5, 22, 124)] == [2, 7, 37]
+    for frames in (1, 121):
+        with pytest.raises(ChunkflowError, match=f"frames {frames} is not 17 k \\+ 5"):
+            known.shape(replace(known.sizes, frames=frames))
 
 
 def test_a_call_has_the_samples_of_all_its_branches() -> None:

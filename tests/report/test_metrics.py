@@ -85,6 +85,8 @@ def test_a_scrape_says_what_was_measured(registry: Any, scrape: Callable[[], Val
     assert found["chunkflow_pinned_bytes"] == store.pinned_bytes > 0
     assert found["chunkflow_drive_bytes"] == found["chunkflow_fetched_bytes_total"] == 0
     assert found["chunkflow_graph_captures_total"] == found["chunkflow_graph_capture_seconds_total"] == 0
+    assert found["chunkflow_row_hits_total"] == found["chunkflow_row_misses_total"] == 0
+    assert found["chunkflow_row_fill_seconds_total"] == found["chunkflow_row_bytes"] == 0
     assert found["chunkflow_graph_launches_total"] == found["chunkflow_graph_bytes"] == 0
 
 
