@@ -46,6 +46,7 @@ from chunkflow_compile.frontend.preconditions import (
     warn_if_nothing_streams,
     warn_of_small_weights,
     weights_and_modules,
+    with_fixed_batch,
 )
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
@@ -86,6 +87,7 @@ from chunkflow_compile.runtime.codes import Code, Codes, LoweredRegion, bare, de
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.runtime.hoisted import HoistedGraph, Preamble
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 
@@ -152,7 +154,8 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
         compiler = replace(compiler, report=progress.say)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
-            compiled, runner = _at_open_sizes(graph, inputs, compiler, fixed)
+            traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
+            compiled, runner = _at_open_sizes(graph, traced, compiler, fixed)
         progress.compiled(p.name for p in compiler.parameters)
     part, made = compiler.settings.part, runner.programs
     offloaded = frozenset[str]().union(*(program.offloaded for program in made))
@@ -167,8 +170,6 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
-    if isinstance(runner, HoistedGraph) and index.root is not None and (now := placement_of(index.root)) is not None:
-        now.share(runner.preamble)
     return compiled
 
 
@@ -288,7 +289,7 @@ class _Compiler:
         preamble = None if placement is None else placement.preamble(key)
         if preamble is None:
             made = self._graph(halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-            preamble = Preamble(made, halves, hoisting.rows, key, partial(_timesteps_of, self._root))
+            preamble = Preamble(made, halves, hoisting.rows, key, _timesteps_of, _share)
         whole = partial(_whole_again, self, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
 
@@ -425,11 +426,23 @@ def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 
-def _timesteps_of(root: Callable[[], nn.Module | None]) -> torch.Tensor | None:
+def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
     """The schedule that the calls of a model follow, None if it is not known."""
-    model = root()
-    placement = None if model is None else placement_of(model)
+    placement = _placement_of(program)
     return None if placement is None else placement.timesteps()
+
+
+def _share(preamble: Preamble, program: SingleCall) -> None:
+    """Let the model of a program know the preamble that computes its rows, and its tables share their memory."""
+    if (placement := _placement_of(program)) is not None:
+        placement.share(preamble)
+        for each in placement.preambles:
+            each.limit(len(placement.preambles))
+
+
+def _placement_of(program: SingleCall) -> Placement | None:
+    root = next((buffer.store.root for buffer in program.buffers.values()), None)
+    return None if root is None else placement_of(root)
 
 
 def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._dynamo import config
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.frontend.module_search import held_by
@@ -266,6 +267,36 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
         if isinstance(value, torch.Tensor) and (id(value) in fixed or not symbols_of(value) <= symbols):
             for size in (*value.shape, *value.stride()):
                 int(size)
+
+
+def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
+    """The inputs of a Dynamo graph, in which the sizes of slow inputs are numbers: rows are computed at the size of a call.
+
+    torch then compiles the graph again for another batch.  The size of the image stays a symbol.  ``slow``: positions of the
+    slow inputs that the user named; None for those with one value per sample, such as the timestep.
+    """
+    nodes = graph.graph.find_nodes(op="placeholder")
+    fakes = [node.meta.get("example_value") for node in nodes]
+    for index, fake in enumerate(fakes):
+        of_sample = isinstance(fake, torch.Tensor) and fake.dim() == 1 and fake.is_floating_point()
+        if isinstance(fake, torch.Tensor) and (of_sample if slow is None else index in slow):
+            for size in fake.shape:
+                int(size)  # adds the guard
+    fixed = [*inputs]
+    for index, (node, fake) in enumerate(zip(nodes, fakes, strict=True)):
+        if isinstance(fake, torch.SymInt):
+            if isinstance(_number(fake), int):
+                node.replace_all_uses_with(_number(fake))
+        elif type(fake) is FakeTensor and any(isinstance(s, torch.SymInt) for s in fake.shape):
+            sizes, strides = map(_number, fake.shape), map(_number, fake.stride())
+            with fake.fake_mode:
+                fixed[index] = torch.empty_strided([*sizes], [*strides], dtype=fake.dtype, device=fake.device)
+    return fixed
+
+
+def _number(size: Any) -> Any:
+    """A size that has one value only, as that value."""
+    return int(size) if isinstance(size, torch.SymInt) and not symbols_of(size) else size
 
 
 def device_of(

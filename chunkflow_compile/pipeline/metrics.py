@@ -143,7 +143,7 @@ class Metrics:
             "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
             "chunkflow_graph_bytes": sum(arena.graphs.nbytes for arena in arenas),
             "chunkflow_row_bytes": sum(
-                s.nbytes for p in placements for preamble in p.preambles for s in preamble.statistics.values()
+                preamble.statistics[program].nbytes for p in placements for preamble, program in p.tables
             ),
             "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),

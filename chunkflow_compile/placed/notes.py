@@ -30,5 +30,5 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
     """Which weights of a placed model are hoisted, and what the table of their rows has seen; empty if none is."""
-    preambles = dict.fromkeys(preamble for placement in placements_of(model) for preamble in placement.preambles)
-    return tuple(preamble.note(program) for preamble in preambles for program in preamble.statistics)
+    tables = {program: preamble for placement in placements_of(model) for preamble, program in placement.tables}
+    return tuple(preamble.note(program) for program, preamble in tables.items())

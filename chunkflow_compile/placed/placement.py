@@ -135,6 +135,11 @@ class Placement:
         """Those that graphs of the model share, whichever are still used."""
         return tuple(self._preambles)
 
+    @property
+    def tables(self) -> list[tuple[Preamble, SingleCall]]:
+        """The preambles that have a table of the model, with the programs that compute its rows."""
+        return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
+
     def preamble(self, key: object) -> Preamble | None:
         """The preamble with this key that a graph of the model for another size has made, or None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)

@@ -42,18 +42,26 @@ class Preamble:
         halves: Halves,
         most_rows: int,
         key: object,
-        timesteps: Callable[[], torch.Tensor | None] = lambda: None,
+        timesteps: Callable[[SingleCall], torch.Tensor | None] = lambda program: None,
+        share: Callable[[Preamble, SingleCall], None] = lambda preamble, program: None,
     ) -> None:
-        """``timesteps``: returns those of the schedule that the calls follow, None if it is not known."""
+        """``timesteps``: returns those of the schedule that the calls of a model follow, None if it is not known.  ``share``:
+        called when a model gets a table.  Both get the program that computes the rows of the model."""
         self.key = key
-        self._timesteps = timesteps
+        self._timesteps, self._share = timesteps, share
         self.graph = graph
         self._hoisted, self._hoisted_bytes = halves.hoisted, halves.hoisted_bytes
         self._row_bytes = halves.row_bytes
-        self._most_bytes = most_rows * halves.row_bytes
+        self._most_bytes = self._bytes_of_all = most_rows * halves.row_bytes
         place = {position: i for i, position in enumerate(halves.preamble_inputs)}
         self._slow = [place[position] for position in halves.slow]
         self._tables: weakref.WeakKeyDictionary[SingleCall, Rows] = weakref.WeakKeyDictionary()
+
+    def limit(self, tables: int) -> None:
+        """Share the memory of the rows of a model with its other tables, those for other batch sizes.  ``tables``: of all."""
+        self._most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
+        for rows in self._tables.values():
+            rows.trim()
 
     def row(self, inputs: Sequence[Any]) -> Row | None:
         """The row of a call, computed now if the table has none; None if hoisting does not pay, because no row is ever used
@@ -61,7 +69,7 @@ class Preamble:
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
             rows, counts = self._rows_of(program), program.call.counts
-            if (timesteps := self._timesteps()) is not None:
+            if (timesteps := self._timesteps(program)) is not None:
                 rows.expect(timesteps)
             key = rows.key(slow)
             if (row := rows.find(key, _versions(program))) is not None:
@@ -92,6 +100,7 @@ class Preamble:
                         "it could be out of date: load the model outside torch.inference_mode(), or leave hoist out."
                     )
             rows = self._tables[program] = Rows(lambda: self._most_bytes)
+            self._share(self, program)
         return rows
 
     def note(self, program: SingleCall) -> str:

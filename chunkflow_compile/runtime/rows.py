@@ -103,7 +103,7 @@ class Rows:
         if versions != self._versions:
             self.drop()
             self._versions = versions
-        self._evict(self._most_bytes())
+        self.trim()
         row = self._rows.get(key)
         if row is None:
             self._misses += 1
@@ -158,6 +158,10 @@ class Rows:
         self._computed += len(rows)
         self._fill_s += seconds
         return rows[0]
+
+    def trim(self) -> None:
+        """Evict the least recently used rows beyond the limit."""
+        self._evict(self._most_bytes())
 
     def drop(self) -> None:
         """Drop all rows.  The keys of earlier calls stay known, so that one pass computes the rows of a generation again."""
