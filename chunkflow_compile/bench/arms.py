@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -27,13 +27,24 @@ from .alternatives import ALTERNATIVES
 MISJUDGED, REPLANNED = "misjudged", "replanned"
 WRONG_BY = 2.0
 REPLAN_AFTER = 2
-# Names of packed weights -> the code of a resident step with them, and its measured times.
-Measured = Mapping[frozenset[str], tuple[Code, Timings]]
+
+
+class ArmForm(NamedTuple):
+    """What the regions of an arm are lowered for: the names of packed weights, and whether weights are hoisted."""
+
+    packed: frozenset[str] = frozenset()
+    hoisted: bool = False
+
+
+RAW, HOISTED = ArmForm(), ArmForm(hoisted=True)
+# The code of a resident step in each form, and its measured times.
+Measured = Mapping[ArmForm, tuple[Code, Timings]]
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "pack": {"pack": True},
     "auto": {"pack": "auto"},
     "peers": {"peers": True},
     "mix": {"peers": "auto"},
+    "hoist": {"hoist": True},
 }
 
 
@@ -43,7 +54,7 @@ class Arm:
 
     ``residency``: a share of the blocks, 0 to 1, whose bytes are added to the budget; None for the budget without them.
     ``pack``: whether weights are packed; "auto" where that is predicted to be faster, by measured times.  ``peers``: the same
-    for those on the devices of the ranks, whose pieces are added to the budget.
+    for those on the devices of the ranks, whose pieces are added to the budget.  ``hoist``: whether weights are hoisted.
     """
 
     name: str
@@ -51,6 +62,7 @@ class Arm:
     residency: float | None = None
     pack: Pack = False
     peers: OnPeers = False
+    hoist: bool = False
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -80,8 +92,8 @@ def _parse(name: str) -> Arm:
             f"--arms: there is no arm {name!r}. Use {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
             f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
             f"blocks; chunkflow+pack or chunkflow+auto for packed weights, chunkflow+peers or chunkflow+mix for weights on "
-            f"the devices of the ranks, with or without a share; with --device cuda also "
-            f"{', '.join(ALTERNATIVES)}."
+            f"the devices of the ranks, chunkflow+hoist for hoisted weights, with or without a share; with --device cuda "
+            f"also {', '.join(ALTERNATIVES)}."
         )
     if not at:
         return Arm(name, parsed)
@@ -113,17 +125,20 @@ def goal_of(
     return Goal(policy=arm.policy, memory=memory), timings
 
 
-def form_of(arm: Arm, measured: Measured, goal: Goal) -> tuple[Code, Timings]:
-    """The code of the form that an arm runs, and its times: where the arm leaves it open, as choice.py decides."""
-    (raw, raw_times), (packed, packed_times) = measured[frozenset()], [*measured.values()][-1]
-    if arm.pack == "auto":
+def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
+    """The form that an arm runs: where the arm leaves it open, as choice.py decides."""
+    if arm.hoist:
+        return HOISTED
+    packed = next((form for form in measured if form.packed), RAW)
+    if arm.pack != "auto":
+        return packed if arm.pack else RAW
+    (raw, raw_times), (_, packed_times) = measured[RAW], measured[packed]
 
-        def plan(problem: Problem) -> Plan:
-            times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
-            return make_plan(problem, replace(raw.settings, goal=goal, timings=times, likes=()))
+    def plan(problem: Problem) -> Plan:
+        times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
+        return make_plan(problem, replace(raw.settings, goal=goal, timings=times, likes=()))
 
-        return measured[to_pack(raw.cut, plan)]
-    return (packed, packed_times) if arm.pack else (raw, raw_times)
+    return ArmForm(to_pack(raw.cut, plan))
 
 
 def on_peers_of(arm: Arm, code: Code, goal: Goal, timings: Timings) -> frozenset[str]:

@@ -128,6 +128,17 @@ REGIMES: Mapping[str, Regime] = {
         shows="compute is the bound: no weight is packed unless it is asked for",
         **_PACKED,
     ),
+    "hoisted": Regime(
+        family="qwen-image",
+        size=Size(layers=12, heads=8, head_dim=64, height=8, width=8, text=64),  # a text this long is not slow
+        load=4.0,
+        chunk_bytes=_CHUNK,
+        arms=("resident", "chunkflow", "chunkflow+hoist"),
+        shows="the link is the bound: a third of the weights is read by modulations, which are hoisted",
+        group_bytes=1,
+        most=0.06,
+        ranks=1,
+    ),
 }
 
 # The regimes of ``chunkflow demo``: contention shows speed, compute-rich shows memory.  With the same frames in both, the

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,12 @@ from chunkflow_compile.passes.graph.pack import packable
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import Pack
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cuda_graphs import PASSES
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
-from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.simulate.arms import play_program
-from chunkflow_compile.weights.host_buffer import Form, buffer_of
-from chunkflow_compile.weights.pieces import Pieces
 
 from .alternatives import (
     APPLY,
@@ -55,21 +51,17 @@ from .alternatives import (
     describe_calls,
     make_alternative,
 )
-from .arms import REPLAN_AFTER, REPLANNED, Measured, form_of, goal_of, on_peers_of
+from .arms import HOISTED, RAW, REPLAN_AFTER, REPLANNED, Arm, ArmForm, Measured, form_of, goal_of, on_peers_of
+from .compiled import Compiled, gather, step_timings
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
 from .pace import paced
 from .subject import build, build_on_host, first
 
-T = TypeVar("T")
-# Resident steps whose median compute sets the bandwidth of the link.
-COMPUTE_STEPS = 4
 # Calls before the first one that counts.  Blocks that are compiled by kind run as a cycle from the third on, those of a
 # pipeline are planned again after the first, and a graph is recorded in the fourth; torch's is in the third.
 CYCLE = {BY_KIND: 3, APPLY: 6, GRAPH: PASSES + 1, INDUCTOR_GRAPH: 3}
-# Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
-CALIBRATION = 3
 # The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
 _LEAST_COPYING = 0.05
 
@@ -100,18 +92,27 @@ class RunningArm:
     """An arm while it is measured: how it is called, and what its turns have shown so far.
 
     ``settings``: the calls that make it.  ``code``: its program, None for an alternative; planning again changes it.
-    ``outputs``: by step.
+    ``form``: that of its code, which is of ``compiled``.  ``outputs``: by step.
     """
 
     name: str
     settings: str
     code: Code | None = None
+    form: ArmForm = RAW
+    compiled: Compiled | None = None
     alternative: Alternative | None = None
     steps_s: list[float] = field(default_factory=list)
     host: list[HostTime] = field(default_factory=list)
     peak_bytes: int | None = None
     measurements: list[StepMeasurement] = field(default_factory=list)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Runs one step."""
+        runs = self.compiled or self.alternative
+        assert runs is not None
+        return runs.call
 
 
 class Turns:
@@ -126,7 +127,6 @@ class Turns:
         self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
-        self._pieces: dict[str, Pieces] = {}  # of weights by name, once they were sharded
 
     def run(self) -> RankRun:
         job = self.job
@@ -137,11 +137,13 @@ class Turns:
         load = self._hold_pace()
         link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
-        timings = self._calibrate()
-        measured = {frozenset[str](): (self._newest.code, timings)}
+        raw = self._calibrate_raw()
+        measured = {RAW: raw}
         if any(arm.pack for arm in job.arms):
-            packed, times = self._calibrate_packed()
-            measured[packed.packed] = packed, times
+            packed = self._calibrate_packed()
+            measured[ArmForm(packed[0].packed)] = packed
+        if any(arm.hoist for arm in job.arms):
+            measured[HOISTED] = self._calibrate_hoisted(*raw)
         self.progress.update()
         self._make_programs(measured)
         self._make_alternatives()
@@ -155,60 +157,46 @@ class Turns:
                 self._turn(arm, range(begin, min(begin + job.turn, job.steps)))
             now = time.monotonic()
             another = now + (now - round_began) - self._began  # when another round would end
-            if job.seconds is not None and max(self._gather(another)) > job.seconds:
+            if job.seconds is not None and max(gather(another, self.job.processes)) > job.seconds:
                 break
         resident = self.arms.get(RESIDENT)
         if resident is not None and resident.code is not None:
             # timed in the same minutes as the arms: the machine's speed changes
-            timings = self._timings(resident.code.program.plan, resident.measurements)
-            measured[frozenset()] = resident.code, timings
+            steps = resident.measurements
+            measured[RAW] = resident.code, step_timings(resident.code.program.plan, steps, job.processes)
             slowdown = self._slowdown()
             measured = {f: (code, replace(t, compute_slowdown=slowdown)) for f, (code, t) in measured.items()}
         return RankRun(
             arms={arm.name: self._result(self.arms[arm.name], measured) for arm in job.arms},
-            total_bytes=measured[frozenset()][0].program.problem.total_bytes,
+            total_bytes=measured[RAW][0].program.problem.total_bytes,
             link=link,
             load=load,
             machine=device_name(self.device),
         )
 
-    @property
-    def _newest(self) -> SingleCall:
-        return programs(self.model)[-1]
-
     def _compile(self) -> None:
         """Build the model on the device, lower every region, and run one step."""
         self.model, self.inputs = build(self.job, self.device)
-        pack: Pack = "auto" if any(arm.pack for arm in self.job.arms) else False  # raw at first
-        offload(self.model, self.device, pack=pack, peers="auto" if any(arm.peers for arm in self.job.arms) else False)
-        options: dict[str, Any] = {
-            "policy": RESIDENT,
+        peers = any(arm.peers for arm in self.job.arms)
+        offload(self.model, self.device, pack=self._pack, peers="auto" if peers else False)
+        self._compiled = self._compilation(policy=RESIDENT)
+
+    @property
+    def _pack(self) -> Pack:
+        return "auto" if any(arm.pack for arm in self.job.arms) else False  # raw at first
+
+    def _compilation(self, **options: Any) -> Compiled:
+        """``options``: those in which the compilations of a job differ."""
+        options |= {
             "hardware": str(self.profile),
             "chunk_bytes": self.job.regime.chunk_bytes,
             "debug": "threads" if self.job.device == "threads" else (),
             "dump": self.job.dump,
             "lowering": self.job.lowering,
             "group_bytes": self.job.regime.group_bytes,
-            "pack": pack,
+            "pack": self._pack,
         }
-        self.compiled = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=options)
-        self.compiled(**self.inputs(0))
-        self._current = self._newest.call.current
-
-    def _use(self, code: Code) -> None:
-        """Let the next call run this code, on weights in the form that it reads and where it reads them."""
-        for name, parameter in self.model.named_parameters():
-            if (buffer := buffer_of(parameter)) is None:
-                continue
-            if buffer.compressed and name not in code.packed:
-                buffer.unpack()
-                buffer.form = Form.COMPRESSIBLE  # by the call of another arm
-            if buffer.pieces is not None:
-                self._pieces[name] = buffer.pieces
-            buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
-            if (peers := buffer.store.peers) is not None and name in code.on_peers and buffer.pieces is None:
-                peers.pending.add(buffer.name)
-        self._current.code = code
+        return Compiled(self.model, self.inputs, self.job.processes, options)
 
     def _hold_pace(self) -> LinkLoad | None:
         """Measure the compute of a resident step, before a link is emulated, and give regions their pace.
@@ -219,38 +207,44 @@ class Turns:
         if job.load is None and job.pace is None:
             return None
         self.progress.set_description("measure compute")
-        self._unpaced, compute_s = self._newest.code, self._compute_s()
+        self._unpaced, compute_s = self._compiled.code, self._compiled.compute_s()
         if job.pace is not None:
-            self._use(paced(self._unpaced, compute_s, job.pace))
+            self._compiled.use(paced(self._unpaced, compute_s, job.pace))
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace, job.regime.peers)
 
-    def _compute_s(self) -> list[float]:
-        """Seconds of each region of a resident step, mean over the ranks."""
-        for step in range(COMPUTE_STEPS):
-            self.compiled(**self.inputs(step))
-        steps = self._newest.measurements[-COMPUTE_STEPS:]
-        mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
-        return [fmean(column) for column in zip(*self._gather(mine), strict=True)]
+    def _calibrate_raw(self) -> tuple[Code, Timings]:
+        """The resident step, and its measured times, from which layerwise is planned: all goals depend on its bytes."""
+        code, timings = self._compiled.code, self._compiled.calibrate()
+        self._layerwise = code.remade(goal=code.settings.goal.aimed_at(Goal(policy="layerwise")), timings=timings)
+        return code, timings
 
     def _calibrate_packed(self) -> tuple[Code, Timings]:
         """A resident step with all weights packed that can be, held to its own pace, and its measured times."""
         self.progress.set_description("measure packed regions")
-        code = self._newest.code
+        code = self._compiled.code
         goal = replace(code.settings.goal, pack=packable(code.cut))
         packed = replace(self._unpaced.remade(hardware=self.hardware, goal=goal), kind=code.kind)
-        self._use(packed)
-        if self.job.pace is not None:
-            self._use(paced(packed, self._compute_s(), self.job.pace))
-        timings = self._calibrate()
-        packed = self._newest.code
-        self._use(code)
-        self.compiled(**self.inputs(0))
-        return packed, timings
+        found = self._compiled.calibrate_with(packed, self.job.pace)
+        self._compiled.use(code)
+        self._compiled.call(**self.inputs(0))
+        return found
+
+    def _calibrate_hoisted(self, raw: Code, timings: Timings) -> tuple[Code, Timings]:
+        """The same of the hoisted model without its preamble.  The table of rows fits the smallest budget of its arms."""
+        self.progress.set_description("compile the hoisted model")
+        self.profile.write_text(self.hardware.to_json())  # with the emulated link
+        goals = (self._goal_of(arm, raw, timings)[0] for arm in self.job.arms if arm.hoist)
+        memory = min(goal.memory for goal in goals if goal.memory is not None)
+        self._hoisted = self._compilation(hoist=True, memory=memory)
+        self.progress.set_description("measure hoisted regions")
+        code = self._hoisted.code
+        resident = code.settings.goal.aimed_at(Goal(policy="resident"))
+        return self._hoisted.calibrate_with(code.remade(goal=resident), self.job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
         self.progress.set_description("measure the link")
-        code = self._newest.call.current.code
+        code = self._compiled.code
         if load is not None:
             ports = self.job.ranks if link.shared else 1
             bandwidth = ports * load.bandwidth(code.program.problem)
@@ -258,9 +252,9 @@ class Turns:
         self.hardware = on_emulated_link(self.hardware, link, self.job.ranks)
         if self.job.pace is None:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
-            self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
+            self.hardware = replace(self.hardware, compute_slowdown=fmean(gather(slowdown, self.job.processes)))
         emulated = code.remade(hardware=self.hardware)
-        self._use(replace(emulated, kind=replace(code.kind, link=link)))
+        self._compiled.use(replace(emulated, kind=replace(code.kind, link=link)))
         return link_error(link)
 
     def _make_alternatives(self) -> None:
@@ -286,22 +280,6 @@ class Turns:
             program.arena.streams.measure(0)
         return Alternative(model, call, self._allocated() - before)
 
-    def _calibrate(self) -> Timings:
-        for step in range(CALIBRATION):
-            self.compiled(**self.inputs(step))
-        program = self._newest
-        return self._timings(program.plan, program.measurements[-CALIBRATION + 1 :])
-
-    def _timings(self, resident: Plan, steps: Sequence[StepMeasurement]) -> Timings:
-        """Seconds of regions and collectives with all weights resident, mean over the ranks."""
-        mine = measured(resident, steps).timings()
-        everyone = self._gather(mine)
-        return replace(
-            mine,
-            compute_s=tuple(fmean(column) for column in zip(*(t.compute_s for t in everyone), strict=True)),
-            collective_s=tuple(fmean(column) for column in zip(*(t.collective_s for t in everyone), strict=True)),
-        )
-
     def _slowdown(self) -> float:
         """The factor by which copies stretched compute, over all ranks."""
         mine = {
@@ -310,42 +288,40 @@ class Turns:
                 copying=median(copying_share(m.step_s, m.exposed_h2d_s, m.copy_s) for m in arm.measurements),
             )
             for name, arm in self.arms.items()
-            if arm.measurements and not (arm.code is not None and arm.code.packed)  # whose compute unpacks too
+            if arm.measurements and arm.form == RAW  # another form has other compute
         }
-        return seen_slowdown(self._gather(mine))
-
-    def _gather(self, mine: T) -> list[T]:
-        """The values of ``mine`` on all ranks, by rank."""
-        everyone = [mine] * self.job.processes
-        if self.job.processes > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
+        return seen_slowdown(gather(mine, self.job.processes))
 
     def _make_programs(self, measured: Measured) -> None:
         """Plan each arm that is not an alternative, all of one form with the same regions."""
-        code, timings = measured[frozenset()]
-        layerwise = code.remade(goal=code.settings.goal.aimed_at(Goal(policy="layerwise")), timings=timings)
+        code, timings = measured[RAW]
         for arm in self.job.arms:
             if arm.policy is None:
                 continue
             self.progress.set_description(f"{arm.name}: plan")
-            planned = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
+            form, planned = RAW, {"layerwise": self._layerwise, RESIDENT: code}.get(arm.policy)
             if planned is None:
-                plan, problem = layerwise.program.plan, code.program.problem
-                rate = self.hardware.shared_by(problem.ranks).copy_rate
-                goal, times = goal_of(arm, plan, problem, timings, rate, self.job.regime.most)
-                base, packed_times = form_of(arm, measured, goal)
-                times = packed_times if arm.pack else times
+                goal, times = self._goal_of(arm, code, timings)
+                form = form_of(arm, measured, goal)
+                base, form_times = measured[form]
+                times = form_times if arm.pack or arm.hoist else times
                 names = on_peers_of(arm, base, goal, times)
                 there = on_peers(base.cut, names, base.settings.ranks).problem
                 times = replace(times, problem=there.digest)  # regions are the same
                 planned = base.remade(goal=replace(base.settings.goal.aimed_at(goal), peers=names), timings=times)
-            calls = self._calls_of(planned)
+            calls = self._calls_of(planned, form)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
-            self.arms[arm.name] = RunningArm(arm.name, calls, planned)
+            compiled = self._hoisted if form.hoisted else self._compiled
+            self.arms[arm.name] = RunningArm(arm.name, calls, planned, form, compiled)
             self.progress.update()
 
-    def _calls_of(self, code: Code) -> str:
+    def _goal_of(self, arm: Arm, code: Code, timings: Timings) -> tuple[Goal, Timings]:
+        """``code``, ``timings``: of the raw resident step."""
+        problem = code.program.problem
+        rate = self.hardware.shared_by(problem.ranks).copy_rate
+        return goal_of(arm, self._layerwise.program.plan, problem, timings, rate, self.job.regime.most)
+
+    def _calls_of(self, code: Code, form: ArmForm) -> str:
         """The call that a code is of, without the profile and the measured times that it is planned from."""
         settings = code.settings
         options: dict[str, Any] = {"policy": settings.goal.policy, "lowering": self.job.lowering}
@@ -353,37 +329,41 @@ class Turns:
         options |= {} if settings.goal.memory is None else {"memory": settings.goal.memory}
         options |= {"pack": True} if code.packed else {}
         options |= {"peers": True} if code.on_peers else {}
+        options |= {"hoist": True} if form.hoisted else {}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
     def _rehearse(self, arm: RunningArm) -> None:
         """Run the steps from which an arm plans again, and the first ones of its new plan."""
         assert arm.code is not None
-        self._newest.call.current.code = arm.code
+        self._compiled.use(arm.code)
         for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
             self.progress.set_description(f"{arm.name}: plan again")
-            self.compiled(**self.inputs(step))
-            _ = self._newest.measurements  # waits for them, because the next step may plan again
-        arm.code = self._newest.call.current.code
+            self._compiled.call(**self.inputs(step))
+            _ = self._compiled.program.measurements  # waits for them, because the next step may plan again
+        arm.code = self._compiled.code
         self.progress.update(REHEARSAL)
 
     def _turn(self, arm: RunningArm, steps: Sequence[int]) -> None:
         """Run a turn of one arm: a warm-up step, then ``steps`` in a row.
 
+        Where weights are hoisted, a warm-up step for each of ``steps`` computes its row, so that these find theirs.
         Where marks take time, none of ``steps`` is marked: one before them is measured in their place, and the host in one
         after them.
         """
-        call, apart = self.compiled if arm.alternative is None else arm.alternative.call, self.job.marks_apart
-        if arm.code is not None:
-            self._use(arm.code)
+        compiled, call, apart = arm.compiled, arm.call, self.job.marks_apart
+        if compiled is not None and arm.code is not None:
+            compiled.use(arm.code)
         self.progress.set_description(f"{arm.name}: step {steps[0] + 1} of {self.job.steps}")
         foreign = self._foreign(arm)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
-        if apart:  # of a program that goes on; a new one has its first steps marked
-            self._newest.arena.streams.measure(2)
+        for step in steps if arm.form.hoisted else ():
+            call(**self.inputs(step))
+        if apart and self._compiled.arena.programs:  # of a program that goes on; a new one has its first steps marked
+            self._compiled.arena.streams.measure(2)
         call(**before)
         if apart:
             call(**before)
-            self._newest.arena.streams.measure(0)
+            self._compiled.arena.streams.measure(0)
         dist.barrier()  # so that no rank's step has the time by which another is late
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -400,14 +380,14 @@ class Turns:
         self._tell(arm=arm.name, step=steps[0], steps=len(steps), **figures)
         arm.outputs |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
-        if arm.code is not None:
-            program = self._newest
-            arm.measurements += program.measurements[-(1 if apart else len(steps)) :]
-            arm.code = program.call.current.code
+        if compiled is not None:
+            arm.measurements += compiled.program.measurements[-(1 if apart else len(steps)) :]
+            arm.code = compiled.code
 
     def _host_times(self, arm: RunningArm, call: Callable[[], Any]) -> list[HostTime]:
         """What calls of an arm take the host."""
-        executors = [self._newest.executor] if arm.alternative is None else executors_of(arm.alternative.model)
+        own = [] if arm.compiled is None else [arm.compiled.program.executor]
+        executors = own if arm.alternative is None else executors_of(arm.alternative.model)
         wait = partial(torch.cuda.synchronize, self.device)
         return [host_time(call, executors, wait) for _ in range(SAMPLES)]
 
@@ -447,7 +427,7 @@ class Turns:
             else self._program(
                 arm.code,
                 arm.measurements,
-                replace(measured[arm.code.packed][1], problem=arm.code.program.problem.digest),
+                replace(measured[arm.form][1], problem=arm.code.program.problem.digest),
             ),
         )
 

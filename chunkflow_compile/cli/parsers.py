@@ -300,6 +300,8 @@ arms:
   chunkflow@40%         within these bytes and those of 40 % of the blocks
   chunkflow+pack        with weights packed, within the same bytes; also as chunkflow@40%+pack
   chunkflow+auto        the same where that is predicted to be faster
+  chunkflow+hoist       with weights hoisted that no latent reaches, within the same bytes; measured
+                        steps find their modulations in the table
   layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others
                         layerwise
   misjudged             chunkflow, planned as if compute took twice as long and the link were twice

@@ -35,6 +35,7 @@ from chunkflow_compile.bench.ranks import Progress, run_job
 from chunkflow_compile.bench.regimes import REGIMES, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise, why_busy
 from chunkflow_compile.bench.turns import Share, seen_slowdown
+from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.goal import Goal
@@ -92,10 +93,10 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_shares_of_blocks() -> None:
-    parsed = parse_arms(["resident", "chunkflow@40%", "chunkflow@40%+pack", "chunkflow+auto"])
-    arms = [(arm.policy, arm.residency, arm.pack) for arm in parsed]
-    shares = [("chunkflow", 0.4, False), ("chunkflow", 0.4, True), ("chunkflow", None, "auto")]
-    assert arms == [("resident", None, False), *shares]
+    parsed = parse_arms(["resident", "chunkflow@40%", "chunkflow@40%+pack", "chunkflow+auto", "chunkflow@40%+hoist"])
+    arms = [(arm.policy, arm.residency, arm.pack, arm.hoist) for arm in parsed]
+    shares = [("chunkflow", 0.4, False, False), ("chunkflow", 0.4, True, False), ("chunkflow", None, "auto", False)]
+    assert arms == [("resident", None, False, False), *shares, ("chunkflow", 0.4, False, True)]
     with pytest.raises(ChunkflowError, match="there is no arm 'layerwise\\+pack'"):
         parse_arms(["layerwise+pack"])
     found = blocks_problem(4)
@@ -175,9 +176,9 @@ def test_the_link_keeps_to_its_figures() -> None:
     assert on_emulated_link(load_profile("cpu"), LinkEmulation(bandwidth=1e8), 2).copy_rate == 1e8
 
 
-def job(**told: Any) -> Job:
+def job(family: str = "wan", size: Size = WIDE, most: float = 1.0, **told: Any) -> Job:
     """A job on the CPU's own link, without emulation, as on a GPU."""
-    regime = Regime(family="wan", size=WIDE, load=0.0, chunk_bytes=1 << 20, arms=(), shows="")
+    regime = Regime(family=family, size=size, load=0.0, chunk_bytes=1 << 20, arms=(), shows="", most=most)
     arms = parse_arms(told.pop("arms"))
     return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", lowering="eager", **told)
 
@@ -234,6 +235,25 @@ def test_one_process_stands_for_all_ranks(forked: None) -> None:
     assert found.record.degree == 2 and "one process stands for all" in conditions(told, found)
     assert all(a.equal_to_resident and a.collective_s for a in found.record.arms.values())
     assert found.inflation["resident"] == 0 and found.copy_rate["layerwise"]
+
+
+@pytest.mark.long
+def test_an_arm_with_hoisted_weights(forked: None) -> None:
+    """Within the same budget and on the same weights, of which a third, the modulations, is not in its plan."""
+    size = replace(WIDE, height=8, width=8, text=64)  # more bytes of text than of results, so it is not slow
+    told = job("qwen-image", size, most=0.6, ranks=1, arms=["resident", "chunkflow", "chunkflow+hoist"])
+    (rank,) = ran = run_job(told)
+    found = summarise(told, ran)
+    assert all(arm.equal_to_resident for arm in found.record.arms.values())
+    whole, hoisted = (rank.arms[name].program for name in ("chunkflow", "chunkflow+hoist"))
+    assert whole is not None and hoisted is not None
+    planned = {w.name for w in hoisted.plan.weights}
+    gone = {w.name: w.nbytes for w in whole.plan.weights if w.name not in planned}
+    assert sum(gone.values()) > rank.total_bytes / 3
+    assert [n for n in gone if not ("_mod." in n or n.startswith(("time_text_embed", "norm_out")))] == []
+    assert hoisted.plan.device_bytes <= 0.6 * rank.total_bytes and hoisted.plan.moved_bytes < whole.plan.moved_bytes
+    assert not any(step.primed_bytes for step in hoisted.measurements), "the table has its row"
+    assert "'hoist': True" in found.settings["chunkflow+hoist"] and "hoist" not in found.settings["chunkflow"]
 
 
 def _readings(steps_s: tuple[float, ...], compute_s: tuple[float, ...], pace: float | None = 1.5) -> BenchRecord:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from chunkflow_compile.bench import host as bench_host
 from chunkflow_compile.bench import turns as bench_turns
-from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.arms import RAW, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.turns import Turns
@@ -147,8 +147,7 @@ def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, 
     run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
     run.profile.write_text(run.hardware.to_json())
     run._compile()
-    timings = run._calibrate()
-    run._make_programs({frozenset(): (run._newest.code, timings)})
+    run._make_programs({RAW: run._calibrate_raw()})
     control.settings(lag=1 << 20)
     run._rehearse(run.arms["replanned"])
-    assert run._newest.replan_after == 0
+    assert run._compiled.program.replan_after == 0

@@ -1,0 +1,128 @@
+"""The model of a measurement, compiled: all arms of a compilation are plans of the same regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.placed.offload import programs
+from chunkflow_compile.runtime.codes import Code
+from chunkflow_compile.runtime.measurement import StepMeasurement, measured
+from chunkflow_compile.runtime.single_call import SingleCall
+from chunkflow_compile.weights.host_buffer import Form, buffer_of
+from chunkflow_compile.weights.pieces import Pieces
+
+from .pace import paced
+
+T = TypeVar("T")
+# Resident steps whose median compute sets the bandwidth of the link.
+COMPUTE_STEPS = 4
+# Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
+CALIBRATION = 3
+
+
+class Compiled:
+    """A compilation of an offloaded model.  There may be several, with other options, on the same weights.
+
+    ``call``: the compiled model.  ``arena``: of all compilations of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Callable[[int], Mapping[str, Any]],
+        processes: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Lower every region, and run one step.  ``inputs``: of a step.  ``processes``: that measure the same."""
+        self.call = torch.compile(model, backend="chunkflow", fullgraph=True, options=dict(options))
+        self.call(**inputs(0))
+        self._model, self._inputs, self._processes = model, inputs, processes
+        newest = programs(model)[-1]
+        self.arena = newest.arena
+        self._current = newest.call.current
+        self._pieces: dict[str, Pieces] = {}  # of weights by name, once they were sharded
+
+    @property
+    def program(self) -> SingleCall:
+        """The program of the newest call."""
+        return next(p for p in programs(self._model) if p.call.current is self._current)
+
+    @property
+    def code(self) -> Code:
+        """That of the next call."""
+        return self._current.code
+
+    def use(self, code: Code) -> None:
+        """Let the next call run this code, on weights in the form that it reads and where it reads them.
+
+        The programs of other compilations end, so that they hold no memory while this one is measured.
+        """
+        for program in programs(self._model):
+            if program.call.current is not self._current:
+                program.close()
+        for name, parameter in self._model.named_parameters():
+            if (buffer := buffer_of(parameter)) is None:
+                continue
+            if buffer.compressed and name not in code.packed:
+                buffer.unpack()
+                buffer.form = Form.COMPRESSIBLE  # by the call of another arm
+            if buffer.pieces is not None:
+                self._pieces[name] = buffer.pieces
+            buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
+            if (peers := buffer.store.peers) is not None and name in code.on_peers and buffer.pieces is None:
+                peers.pending.add(buffer.name)
+        self._current.code = code
+
+    def compute_s(self) -> list[float]:
+        """Seconds of each region of a resident step, mean over the ranks."""
+        self._repeat(COMPUTE_STEPS)
+        steps = self.program.measurements[-COMPUTE_STEPS:]
+        mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
+        return [fmean(column) for column in zip(*gather(mine, self._processes), strict=True)]
+
+    def calibrate(self) -> Timings:
+        """The measured times of the resident step that runs now."""
+        self._repeat(CALIBRATION)
+        program = self.program
+        return step_timings(program.plan, program.measurements[-CALIBRATION + 1 :], self._processes)
+
+    def calibrate_with(self, code: Code, pace: float | None) -> tuple[Code, Timings]:
+        """The code of another resident step, held to its own pace if it is to be, and its measured times."""
+        self.use(code)
+        if pace is not None:
+            self.use(paced(code, self.compute_s(), pace))
+        timings = self.calibrate()
+        return self.code, timings
+
+    def _repeat(self, steps: int) -> None:
+        """Run the same step several times: if weights are hoisted, the first computes the row of all."""
+        for _ in range(steps):
+            self.call(**self._inputs(0))
+
+
+def step_timings(resident: Plan, steps: Sequence[StepMeasurement], processes: int) -> Timings:
+    """Seconds of regions and collectives with all weights resident, mean over the ranks."""
+    mine = measured(resident, steps).timings()
+    everyone = gather(mine, processes)
+    return replace(
+        mine,
+        compute_s=tuple(fmean(column) for column in zip(*(t.compute_s for t in everyone), strict=True)),
+        collective_s=tuple(fmean(column) for column in zip(*(t.collective_s for t in everyone), strict=True)),
+    )
+
+
+def gather(mine: T, processes: int) -> list[T]:
+    """The values of ``mine`` on all ranks, by rank."""
+    everyone = [mine] * processes
+    if processes > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
