@@ -9,6 +9,7 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -116,10 +117,12 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
         )
     if "verify" not in settings.disabled:
         check_halves(traced, halves)
-    hoisting = plan_halves(halves, settings)
     if goal.hoist != "auto":
-        return hoisting
-    return hoisting if _pays(traced, settings, hoisting) else None
+        return plan_halves(halves, settings)
+    with contextlib.suppress(ChunkflowError):  # the budget has no room for it
+        if _pays(traced, settings, hoisting := plan_halves(halves, settings)):
+            return hoisting
+    return None
 
 
 def rows_within(halves: Halves, memory: int | None) -> int:
@@ -163,7 +166,12 @@ def plan_halves(halves: Halves, settings: Settings) -> Hoisting:
 
 
 def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
-    """Whether a step is predicted to be shorter than without hoisting; without a budget, whether it is in less memory."""
+    """Whether a step is predicted to be shorter than without hoisting; without a budget, whether it is in less memory.
+
+    A plan or times in ``settings`` decide it: they are those of main, or of the whole graph.
+    """
+    if (given := settings.plan or settings.timings) is not None:
+        return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem
     try:
         today = _plan_of(traced, replace(settings, goal=replace(settings.goal, hoist=False)))
     except ChunkflowError:  # the budget has room for the halves only, if for any
