@@ -7,7 +7,7 @@ Ways: ``whole``, one graph; ``kind``, chunkflow_compile.compile, and by kind als
 graph); ``slots``, with LoRA adapters loaded one after the other; ``torchao`` (int8), ``quanto`` (int8) and ``nf4``
 (bitsandbytes), with quantised blocks; ``packed``, in bfloat16.  Not of the page: ``parts``, without fullgraph; ``repeated``,
 offload and diffusers' compile_repeated_blocks; ``group``, as parts, under diffusers' group offload, which then moves the
-weights.
+weights; ``hoisted``, as whole, with hoist=True and another timestep in each call.
 
 Three calls with ChunkFlow, eager lowering, must be bit-equal to eager (slots: within 1e-5), and weights must have moved (with
 the policy layerwise, if the fastest plan keeps a tiny model resident).  Each trial has a process of its own, and a line of
@@ -64,7 +64,7 @@ LAYERS = ("num_layers", "num_single_layers", "depth", "n_layers", "num_mmdit_lay
 GOALS: tuple[dict[str, Any], ...] = ({"slowdown": 1.0}, {"policy": "layerwise"})
 QUANTISERS = {"torchao": torchao("Int8WeightOnlyConfig"), "quanto": quanto, "nf4": nf4(False)}
 OF_THE_PAGE = ("kind", "whole", "ulysses", "slots", "packed", *QUANTISERS)
-WAYS = (*OF_THE_PAGE, "parts", "repeated", "group")
+WAYS = (*OF_THE_PAGE, "parts", "repeated", "group", "hoisted")
 TIME_LIMIT_S = 400
 BAD = ("differs", "failed", "nothing moved", "too long")
 # As in the tests of adapters: the model with slots adds in another order.
@@ -130,7 +130,9 @@ def compiled(model: Any, way: str, backend: str, **options: Any) -> Any:
     if way == "group":
         cpu = torch.device("cpu")
         model.enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
-    return torch.compile(model, backend=backend, fullgraph=way in ("whole", "ulysses"), **more)
+    if ours and way == "hoisted":
+        more["options"] |= {"hoist": True}
+    return torch.compile(model, backend=backend, fullgraph=way in ("whole", "ulysses", "hoisted"), **more)
 
 
 def prepare(model: Any, way: str) -> None:
@@ -164,7 +166,12 @@ class Trial:
         return model
 
     def call(self, model: Any, seed: int) -> list[torch.Tensor]:
-        more = {"return_dict": False} if self.way == "ulysses" else {}  # the hooks of diffusers gather tensors
+        more: dict[str, Any] = {}
+        if self.way == "ulysses":
+            more = {"return_dict": False}  # the hooks of diffusers gather tensors
+        given = self.config.get_dummy_inputs()
+        if self.way == "hoisted" and isinstance(given.get("timestep"), torch.Tensor):
+            more = {"timestep": given["timestep"] + seed}
         return called(model, self.config, seed, self.dtype, **more)
 
     def same(self, model: Any, seed: int, wanted: list[torch.Tensor]) -> bool:
@@ -180,7 +187,10 @@ class Trial:
             if self.way == "slots":
                 chunkflow_compile.enable_adapters(model, rank=8)
             ours = compiled(model, self.way, "chunkflow", **goal)
-            if not all(self.same(ours, seed, wanted) for seed, wanted in enumerate(self.wanted)):
+            calls = [*enumerate(self.wanted)]
+            if self.way == "hoisted":  # those that compute their rows, and those that find them
+                calls += reversed(calls)
+            if not all(self.same(ours, seed, wanted) for seed, wanted in calls):
                 return {"result": "differs"}
             if self.way == "slots" and (said := self.adapters(model)):
                 return {"result": "differs", "why": said}
@@ -195,6 +205,8 @@ class Trial:
         """Whether what this way is about is among the offloaded weights."""
         if self.way == "packed":
             return any(buffer.compressed for buffer in placement_of(model).store.buffers)  # type: ignore[union-attr]
+        if self.way == "hoisted":
+            return placement_of(model).store.counts.row_hits > 0  # type: ignore[union-attr]
         if self.way in QUANTISERS:
             return any(isinstance(t, HostWeight) and t.dtype in (torch.int8, torch.uint8) for t in leaves_of(model))
         return True
