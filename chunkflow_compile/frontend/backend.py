@@ -74,6 +74,7 @@ from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stag
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
+from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
@@ -96,6 +97,11 @@ _log = logging.getLogger(__name__)
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
     "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
+)
+
+_NOT_HOISTED = (
+    "hoist=True changes nothing for %s and the blocks of its kind: products of small inputs alone, such as the timestep, "
+    "read none of their weights"
 )
 
 
@@ -280,6 +286,8 @@ class _Compiler:
             hoisting = hoisting_of(traced, replace(self.settings, goal=goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
         if hoisting is None:
+            if goal.hoist is True and traced.repeats is not None:
+                _log.warning(_NOT_HOISTED, next(block_of(p.name) for p in traced.parameters if p.keep is None))
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         main = replace(hoisting.main, goal=unhoisted.goal)
@@ -288,7 +296,9 @@ class _Compiler:
         preamble = None if placement is None else placement.preamble(key)
         if preamble is None:
             made = self._graph(halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-            preamble = Preamble(made, halves, hoisting.rows, key, partial(_timesteps_of, self._root))
+            # blocks take what was computed from the timestep
+            follow = partial(_timesteps_of, self._root) if traced.repeats is None else lambda: None
+            preamble = Preamble(made, halves, hoisting.rows, key, follow)
         whole = partial(_whole_again, self, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
 
