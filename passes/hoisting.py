@@ -5,6 +5,8 @@ Contract
     On exit: main is planned with the memory of the table counted, in an arena that is large enough for the preamble.  In the
     preamble every weight streams, through two regions' worth of memory: it runs once for many steps, and keeps nothing.
     None if there is nothing to hoist, or if "auto" predicts no gain.
+    A block that is compiled by kind has a table of its own; the tables of all blocks of its kind share the part of the budget
+    that a whole model's table has.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from functools import cached_property
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import MOST_SLOW_BYTES, Halves, check_halves, split
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.graph.traced import Repeats, Traced
+from chunkflow_compile.passes.placement.coarsest import judged
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
@@ -102,14 +105,15 @@ class Hoisting:
 def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
     """How a model is hoisted, as the goal of ``settings`` says; None if it is not.
 
-    Raises ChunkflowError if it must be and there is nothing to hoist, or if a row does not fit the budget.
+    Raises ChunkflowError if it must be and there is nothing to hoist, or if a row does not fit the budget.  Of the parts of a
+    model only blocks are hoisted, and not all kinds of blocks need have anything to hoist.
     """
-    goal = settings.goal
-    if not goal.hoist or goal.policy != "chunkflow" or settings.part or traced.repeats is not None:
+    goal, repeats = settings.goal, traced.repeats
+    if not goal.hoist or goal.policy != "chunkflow" or (settings.part and repeats is None):
         return None
     halves = split(traced)
     if halves is None:
-        if goal.hoist == "auto":
+        if goal.hoist == "auto" or repeats is not None:
             return None
         raise ChunkflowError(
             "hoist=True, but no weight is read by products of small inputs alone, such as the timestep: leave hoist out. "
@@ -118,29 +122,36 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
     if "verify" not in settings.disabled:
         check_halves(traced, halves)
     if goal.hoist != "auto":
-        return plan_halves(halves, settings)
+        return plan_halves(halves, settings, repeats)
     with contextlib.suppress(ChunkflowError):  # the budget has no room for it
-        if _pays(traced, settings, hoisting := plan_halves(halves, settings)):
+        if _pays(traced, settings, hoisting := plan_halves(halves, settings, repeats)):
             return hoisting
     return None
 
 
-def rows_within(halves: Halves, memory: int | None) -> int:
-    """How many rows the table holds at most.  ``memory``: the budget.  Raises ChunkflowError if it has no room for one."""
-    most = MOST_ROWS if memory is None else min(MOST_ROWS, memory // _SHARE_OF_ROWS // halves.row_bytes)
-    if most < 1:
-        assert memory is not None
-        least = _SHARE_OF_ROWS * halves.row_bytes
+def rows_within(halves: Halves, memory: int | None, repeats: Repeats | None = None) -> int:
+    """How many rows a table holds at most.  ``memory``: the budget of the model.  ``repeats``: the blocks, each with a table,
+    which share their part of it.  Raises ChunkflowError if it has no room for one row of each."""
+    if memory is None:
+        return MOST_ROWS
+    row_bytes, share = halves.row_bytes, memory
+    if repeats is not None and repeats.goal.memory is not None:
+        row_bytes, share = row_bytes * repeats.count, repeats.goal.memory
+    if (most := share // _SHARE_OF_ROWS // row_bytes) < 1:
+        least = -(-_SHARE_OF_ROWS * row_bytes * max(1, memory) // max(1, share))
         raise ChunkflowError(
-            f"hoist=True keeps rows of {size(halves.row_bytes)}, and at most a sixteenth of memory={size(memory)} is for "
+            f"hoist=True keeps rows of {size(row_bytes)}, and at most a sixteenth of memory={size(memory)} is for "
             f"them: give memory={enough(least)!r} or more, or leave hoist out."
         )
-    return most
+    return min(MOST_ROWS, most)
 
 
-def plan_halves(halves: Halves, settings: Settings) -> Hoisting:
-    """The settings of both halves.  ``settings``: of the model.  Raises ChunkflowError if a row does not fit the budget."""
-    rows = rows_within(halves, settings.goal.memory)
+def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = None) -> Hoisting:
+    """The settings of both halves.  ``settings``: of the model.  ``repeats``: of the traced graph.
+
+    Raises ChunkflowError if a row does not fit the budget.
+    """
+    rows = rows_within(halves, settings.goal.memory, repeats)
     alone = replace(
         settings,
         goal=replace(settings.goal, memory=None, slowdown=None, hoist=False, peers=False, yields="auto"),
@@ -156,34 +167,56 @@ def plan_halves(halves: Halves, settings: Settings) -> Hoisting:
     least = least_memory(cut.problem, alone.hardware, alone.chunk_bytes)
     preamble = replace(alone, goal=replace(alone.goal, memory=_REGIONS * least))
     plan = make_plan(cut.problem, preamble)
-    main = replace(
-        settings,
-        goal=replace(settings.goal, hoist=False),
-        outside=settings.outside + rows * halves.row_bytes + plan.device_bytes - plan.arena_bytes,
-        arena=plan.arena_bytes,
-    )
+    table, outside = rows * halves.row_bytes, settings.outside + plan.device_bytes - plan.arena_bytes
+    main = replace(settings, goal=replace(settings.goal, hoist=False), arena=plan.arena_bytes)
+    if repeats is None:
+        main = replace(main, outside=outside + table)
+    else:
+        main = replace(main, outside=outside, table=table, tables=table * repeats.count)
+        halves = replace(halves, main=replace(halves.main, repeats=_without(repeats, main.tables)))
     return Hoisting(halves=halves, preamble=preamble, preamble_cut=cut, preamble_plan=plan, main=main, rows=rows)
+
+
+def _without(repeats: Repeats, nbytes: int) -> Repeats:
+    """The blocks with a budget that is smaller by so many bytes."""
+    memory = repeats.goal.memory
+    return repeats if memory is None else replace(repeats, goal=replace(repeats.goal, memory=memory - nbytes))
 
 
 def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
     """Whether a step is predicted to be shorter than without hoisting; without a budget, whether it is in less memory.
 
-    A plan or times in ``settings`` decide it: they are those of main, or of the whole graph.
+    A plan or times in ``settings`` decide it: they are those of main, or of the whole graph.  Of a block, as many as a plan
+    for its kind is judged by run in turns, and everything is counted per block.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem
     try:
-        today = _plan_of(traced, replace(settings, goal=replace(settings.goal, hoist=False)))
+        today, each = _plan_of(traced, replace(settings, goal=replace(settings.goal, hoist=False)))
     except ChunkflowError:  # the budget has room for the halves only, if for any
         return True
-    hoisted = _plan_of(hoisting.halves.main, hoisting.main)
+    hoisted, blocks = _plan_of(hoisting.halves.main, hoisting.main)
     assert today.predicted is not None and hoisted.predicted is not None
-    step_s = hoisted.predicted.step_s + hoisting.figures.seconds_per_call
-    if settings.goal.memory is not None:
-        return step_s < today.predicted.step_s
-    longest = settings.goal.longest * today.predicted.resident_step_s
-    return step_s <= longest and hoisted.device_bytes + hoisting.main.outside < today.device_bytes + settings.outside
+    step_s = hoisted.predicted.step_s / blocks + hoisting.figures.seconds_per_call
+    goal = settings.goal if traced.repeats is None else traced.repeats.goal
+    if goal.memory is not None:
+        return step_s < today.predicted.step_s / each
+    longest = goal.longest * today.predicted.resident_step_s / each
+    taken = hoisted.device_bytes / blocks + hoisting.main.outside - settings.outside + hoisting.main.table
+    return step_s <= longest and taken < today.device_bytes / each
 
 
-def _plan_of(traced: Traced, settings: Settings) -> Plan:
-    return make_plan(choose_cut(traced, settings).problem, settings)
+def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
+    """The plan of a graph, or of several blocks in turns if it is one of them, and their number."""
+    problem = choose_cut(traced, settings).problem
+    turns = replace(settings, part=False)
+    planned = judged(
+        problem,
+        traced.repeats,
+        settings.goal,
+        lambda problem, *, goal, ends=None: make_plan(
+            problem, replace(turns, goal=goal), inside=traced.repeats is not None, ends=ends
+        ),
+    )
+    plan = planned(problem)
+    return plan, len(plan.regions) // len(problem.regions)

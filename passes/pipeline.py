@@ -50,7 +50,8 @@ class Settings:
     of them takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto"
     if that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
     ``preamble``: whether it is the preamble of a model (hoisting.py), which runs once for many steps: as ``part``, and never
-    as a call of a cycle.
+    as a call of a cycle.  ``table``: bytes of the table of rows of this block, if it is hoisted by itself; ``tables``: of all
+    blocks of its kind.  Unlike the table of a whole model, they are not in ``outside``, because a cycle has several kinds.
     ``ranks``: those on whose devices weights may lie in pieces, 0 if it is not known how many; with "auto" none do where the
     ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
     ``disabled``: names of :data:`OPTIONAL_PASSES`.
@@ -68,6 +69,8 @@ class Settings:
     timings: Timings | None = None
     joined: Literal[False, True, "auto"] = False
     preamble: bool = False
+    table: int = 0
+    tables: int = 0
     ranks: int = 0
     disabled: frozenset[str] = field(default_factory=frozenset)
 
@@ -114,7 +117,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
         part=settings.part or settings.preamble,
         like=like,
         inside=inside,
-        outside=settings.outside,
+        outside=settings.outside + (settings.tables if settings.part else 0),
         arena=settings.arena,
         timings=settings.timings,
         joins=tuple(ends or (len(problem.regions),)) if settings.joined else (),

@@ -75,6 +75,7 @@ from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stag
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
+from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
@@ -98,6 +99,11 @@ _log = logging.getLogger(__name__)
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
     "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
+)
+
+_NOT_HOISTED = (
+    "hoist=True changes nothing for %s and the blocks of its kind: products of small inputs alone, such as the timestep, "
+    "read none of their weights"
 )
 
 
@@ -281,6 +287,8 @@ class _Compiler:
             hoisting = hoisting_of(traced, replace(self.settings, goal=goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
         if hoisting is None:
+            if goal.hoist is True and traced.repeats is not None:
+                _log.warning(_NOT_HOISTED, next(block_of(p.name) for p in traced.parameters if p.keep is None))
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         main = replace(hoisting.main, goal=unhoisted.goal)
@@ -289,7 +297,9 @@ class _Compiler:
         preamble = None if placement is None else placement.preamble(key)
         if preamble is None:
             made = self._graph(halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-            preamble = Preamble(made, halves, hoisting.rows, key, _timesteps_of, _share)
+            # blocks take what was computed from the timestep
+            follow = _timesteps_of if traced.repeats is None else _unknown
+            preamble = Preamble(made, halves, hoisting.rows, key, follow, _share)
         whole = partial(_whole_again, self, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
 
@@ -432,12 +442,17 @@ def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
     return None if placement is None else placement.timesteps()
 
 
+def _unknown(program: SingleCall) -> None:
+    """No schedule is known."""
+
+
 def _share(preamble: Preamble, program: SingleCall) -> None:
     """Let the model of a program know the preamble that computes its rows, and its tables share their memory."""
     if (placement := _placement_of(program)) is not None:
         placement.share(preamble)
-        for each in placement.preambles:
-            each.limit(len(placement.preambles))
+        same = [each for each in placement.preambles if each.hoisted == preamble.hoisted]
+        for each in same:
+            each.limit(len(same))
 
 
 def _placement_of(program: SingleCall) -> Placement | None:

@@ -144,8 +144,26 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
         return "has no repeated blocks"
     if options.get("cudagraphs") in _WHOLE:
         return "is to be one CUDA graph"
-    # its blocks read one value, such as the sum of several embeddings, which only the code around them computes
-    return "has hoisted weights" if options.get("hoist") else ""
+    hoist = options.get("hoist")
+    return "has hoisted weights" if hoist and (not isinstance(hoist, bool | str) or not _hoists_by_kind(model)) else ""
+
+
+def _hoists_by_kind(model: nn.Module) -> bool:
+    """Whether blocks that are compiled by kind find the rows of earlier generations.
+
+    Blocks take one value that the code around them has computed from all small inputs.  If the prompt is among these, each
+    prompt has other values, and only a graph of the whole model can compute its rows ahead.
+
+    The names of forward's arguments decide.  Pooled text is an argument of its own in diffusers, and a model that has the
+    argument needs it.  ``guidance`` does not count: models that never read it have the argument, and those that do are
+    usually called with the same guidance again.  A wrong guess costs time only.
+
+    A model with a step cache is compiled by kind in any case: the cache decides between the blocks, in eager code.
+    """
+    names = inspect.signature(model.forward).parameters
+    if any(caching_hook(module) is not None for module in model.modules()):
+        return True
+    return "timestep" in names and not any("pooled" in name for name in names)
 
 
 def compile_by_kind(
@@ -158,7 +176,7 @@ def compile_by_kind(
     levels: bool = False,
 ) -> None:
     """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks, if a call
-    is to be one CUDA graph, or if weights are hoisted.
+    is to be one CUDA graph, or if weights are hoisted whose readers depend on the prompt as well.
 
     ``options``: those of the backend.  ``dynamic``: as in torch.compile.  ``name``: of the model, where compilations are
     shown; by default its class.  ``levels``: whether its blocks have several sizes within one call, as those of a VAE's

@@ -29,6 +29,11 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Which weights of a placed model are hoisted, and what the table of their rows has seen; empty if none is."""
-    tables = {program: preamble for placement in placements_of(model) for preamble, program in placement.tables}
-    return tuple(preamble.note(program) for program, preamble in tables.items())
+    """Which weights of a placed model are hoisted, and what the tables of their rows have seen: one sentence for all blocks
+    of a kind; empty if none is."""
+    notes = list[str]()
+    for placement in placements_of(model):
+        for preamble in placement.preambles:
+            if programs := [program for each, program in placement.tables if each is preamble]:
+                notes.append(preamble.note(programs))
+    return tuple(notes)

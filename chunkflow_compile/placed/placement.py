@@ -141,11 +141,11 @@ class Placement:
         return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
 
     def preamble(self, key: object) -> Preamble | None:
-        """The preamble with this key that a graph of the model for another size has made, or None."""
+        """The preamble with this key that a graph of the model for another size, or of a block, has made; or None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
-        """Let graphs of the model for other sizes use a preamble, as long as a graph uses it."""
+        """Let other graphs of the model use a preamble, as long as a graph uses it."""
         self._preambles.add(preamble)
 
     def arena(self, kind: DeviceKind) -> Arena:

@@ -32,6 +32,7 @@ from .arena_contents import ArenaContents
 from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
+from .input_bits import InputBits
 from .read_ahead import ReadAhead
 
 Make = Callable[[torch.device, DeviceKind], Device]
@@ -115,6 +116,7 @@ class Arena:
         self.holder: ArenaContents | None = None  # the chunks of the program that ran last, if they are complete
         self.lost_weight = False  # whether a weight of a program was dropped since the last step
         self.graphs = CudaGraphs()
+        self.bits = InputBits()  # shared by all tables of rows: the blocks of a model take the same tensors
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()

@@ -225,4 +225,4 @@ def decided(goal: Goal, cut: Cut) -> Goal:
 def bare(settings: Settings) -> Settings:
     """Without what differs between sizes of one call, and between calls."""
     goal = replace(settings.goal, pack=False, peers=False, hoist=False)
-    return replace(settings, likes=(), part=False, outside=0, arena=0, goal=goal)
+    return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)

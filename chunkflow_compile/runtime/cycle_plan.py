@@ -116,11 +116,12 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
 
 
 def _outside(calls: Sequence[CallSite]) -> int:
-    """Bytes on the device of the weights of these models that none of the calls reads."""
+    """Bytes on the device of the weights of these models that none of the calls reads, and of the tables of the calls."""
     left: dict[int, int] = {}
     for call in dict.fromkeys(calls):  # a call comes several times in a cycle
         left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
-    return sum(max(0, nbytes) for nbytes in left.values())
+    tables = sum(call.code.settings.table for call in dict.fromkeys(calls))
+    return tables + sum(max(0, nbytes) for nbytes in left.values())
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,8 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.units import size
 
 from .graph import CompiledGraph, HostConstants, on_fakes
-from .rows import Row, Rows, RowStatistics
+from .rows import Row, Rows, RowStatistics, Table
+from .schedules import Key
 from .single_call import SingleCall
 from .wrapped_calls import tuple_getter
 
@@ -31,9 +32,10 @@ _version = attrgetter("_version")
 
 
 class Preamble:
-    """Computes rows, and keeps them in a table for each model.  Graphs of one model for several sizes share it.
+    """Computes rows, and keeps them in a table for each model, or for each block of those that are compiled by kind.  Graphs
+    of one model for several sizes share it.
 
-    ``key``: equal for preambles that compute the same.
+    ``key``: equal for preambles that compute the same.  ``hoisted``: the weights that they read.
     """
 
     def __init__(
@@ -50,40 +52,68 @@ class Preamble:
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
-        self._hoisted, self._hoisted_bytes = halves.hoisted, halves.hoisted_bytes
+        self.hoisted, self._hoisted_bytes = halves.hoisted, halves.hoisted_bytes
         self._row_bytes = halves.row_bytes
         self._most_bytes = self._bytes_of_all = most_rows * halves.row_bytes
         place = {position: i for i, position in enumerate(halves.preamble_inputs)}
         self._slow = [place[position] for position in halves.slow]
-        self._tables: weakref.WeakKeyDictionary[SingleCall, Rows] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakSet[SingleCall] = weakref.WeakSet()
 
     def limit(self, tables: int) -> None:
-        """Share the memory of the rows of a model with its other tables, those for other batch sizes.  ``tables``: of all."""
+        """Share the memory of the rows with other preambles of the same weights, those for other batch sizes.
+
+        ``tables``: number of these, with this one.
+        """
         self._most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
-        for rows in self._tables.values():
-            rows.trim()
+        for program in self._programs:
+            if program.table is not None:
+                program.table.rows.trim()
 
     def row(self, inputs: Sequence[Any]) -> Row | None:
         """The row of a call, computed now if the table has none; None if hoisting does not pay, because no row is ever used
-        again.  ``inputs``: of the preamble."""
+        again.  ``inputs``: of the preamble.
+
+        With a missing row, those of the same slow inputs that other blocks of the model lack are computed, too.  If each
+        block had its own computed when it is called, the cycle of the blocks would start cold after each.
+        """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
-            rows, counts = self._rows_of(program), program.call.counts
+            table, counts = self._table_of(program, inputs), program.call.counts
+            rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
                 rows.expect(timesteps)
-            key = rows.key(slow)
+            table.newest = key = rows.key(slow)
             if (row := rows.find(key, _versions(program))) is not None:
                 counts.add_row_hit()
                 return row
             if rows.spent:
                 return None
-            clock, missing = program.arena.streams.clock, rows.missing(key, slow, self._row_bytes)
-            begin = clock.now()
-            outputs = program.run([self._with_slow(inputs, each.inputs) for each in missing])
-            program.arena.streams.compute.synchronize()
-            seconds = clock.now() - begin
-            counts.add_row_miss(seconds)
-            return rows.add(missing, outputs, seconds)
+            counts.add_row_miss()
+            row = self._compute(program, rows, key, inputs)
+            others = [] if before is None else _others(program, before)
+        for other in others:
+            other.compute_ahead(slow)
+        return row
+
+    def _compute_ahead(self, weights: Sequence[Any], slow: Sequence[Any]) -> None:
+        """Compute the row of a call that has not come yet, unless the table has it."""
+        inputs = self._with_slow(weights, slow)
+        with self.graph.ready(inputs) as program:
+            rows = self._table_of(program, inputs).rows
+            key = rows.key(slow)
+            if not rows.spent and rows.lacks(key, _versions(program)):
+                self._compute(program, rows, key, inputs)
+
+    def _compute(self, program: SingleCall, rows: Rows, key: Key, inputs: Sequence[Any]) -> Row:
+        """Compute the row of a key, and those that are guessed with it, in one pass."""
+        clock, slow = program.arena.streams.clock, [inputs[position] for position in self._slow]
+        missing = rows.missing(key, slow, self._row_bytes)
+        begin = clock.now()
+        outputs = program.run([self._with_slow(inputs, each.inputs) for each in missing])
+        program.arena.streams.compute.synchronize()
+        seconds = clock.now() - begin
+        program.call.counts.add_row_fill(seconds)
+        return rows.add(missing, outputs, seconds)
 
     def _with_slow(self, inputs: Sequence[Any], slow: Sequence[Any]) -> list[Any]:
         changed = list(inputs)
@@ -91,33 +121,49 @@ class Preamble:
             changed[position] = value
         return changed
 
-    def _rows_of(self, program: SingleCall) -> Rows:
-        if (rows := self._tables.get(program)) is None:
+    def _table_of(self, program: SingleCall, inputs: Sequence[Any]) -> Table:
+        if (table := program.table) is None:
             for name, weight in program.call.in_place.items():
                 if weight.is_inference():
                     raise ChunkflowError(
                         f"{name} was made in inference mode, where torch counts no writes, so a row that was computed from "
                         "it could be out of date: load the model outside torch.inference_mode(), or leave hoist out."
                     )
-            rows = self._tables[program] = Rows(lambda: self._most_bytes)
+            rows = Rows(lambda: self._most_bytes, program.arena.bits)
+            weights = self._with_slow(inputs, [None] * len(self._slow))
+            table = program.table = Table(rows, weights, self._compute_ahead)
+            self._programs.add(program)
             self._share(self, program)
-        return rows
+        return table
 
-    def note(self, program: SingleCall) -> str:
-        """What there is to say of the table of a model, as a sentence without a full stop."""
-        rows, hoisted = self._tables[program].statistics, self._hoisted
-        calls = rows.hits + rows.misses
+    def note(self, programs: Collection[SingleCall]) -> str:
+        """What there is to say of the tables of these programs, those of one model, as a sentence without a full stop."""
+        tables = [table.rows.statistics for program in programs if (table := program.table) is not None]
+        hits, misses, computed = (sum(getattr(t, name) for t in tables) for name in ("hits", "misses", "computed"))
         by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
+        count = len(tables)
+        weights = f"{len(self.hoisted) * count} weights{f' of {count} blocks' if count > 1 else ''}"
+        rows = f"{max(t.rows for t in tables)} rows{' per block' if count > 1 else ''}"
         return (
-            f"{len(hoisted)} weights are hoisted, {size(self._hoisted_bytes)}, by {by}; {rows.rows} rows of "
-            f"{size(self._row_bytes)} in a table of at most {size(self._most_bytes)}; {rows.hits} of {calls} "
-            f"calls found theirs, the others had {rows.computed} computed in {rows.fill_s:.2f} s"
+            f"{weights} are hoisted, {size(self._hoisted_bytes * count)}, by {by}; {rows} of {size(self._row_bytes)} in "
+            f"{'tables' if count > 1 else 'a table'} of at most {size(self._most_bytes * count)}; {hits} of {hits + misses} "
+            f"calls found theirs, the others had {computed} computed in {sum(t.fill_s for t in tables):.2f} s"
         )
 
     @property
     def statistics(self) -> dict[SingleCall, RowStatistics]:
-        """What the table of each model has seen, by the program that computes its rows."""
-        return {program: rows.statistics for program, rows in self._tables.items() if not program.closed}
+        """What each table has seen, by the program that computes its rows."""
+        return {program: table.rows.statistics for program in self._programs if (table := program.table) is not None}
+
+
+def _others(program: SingleCall, newest: Key) -> list[Table]:
+    """The tables of the other blocks of a model whose newest call had this key: they take the same slow inputs."""
+    return [
+        table
+        for other in program.arena.programs
+        if isinstance(other, SingleCall) and other is not program and other.call.model == program.call.model
+        if (table := other.table) is not None and table.newest == newest
+    ]
 
 
 def _versions(program: SingleCall) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hoisting import MOST_ROWS
@@ -100,9 +102,7 @@ class Rows:
 
     def find(self, key: Key, versions: tuple[int, ...]) -> Row | None:
         """The row of a key, or None.  ``versions``: the hoisted weights'; other ones than before drop all rows."""
-        if versions != self._versions:
-            self.drop()
-            self._versions = versions
+        self._expire(versions)
         self.trim()
         row = self._rows.get(key)
         if row is None:
@@ -114,6 +114,11 @@ class Rows:
         self._rows.move_to_end(key)
         self._used.use(key)
         return row
+
+    def lacks(self, key: Key, versions: tuple[int, ...]) -> bool:
+        """Whether a call with this key would be a miss.  It is not counted as one.  ``versions``: as in :meth:`find`."""
+        self._expire(versions)
+        return key not in self._rows
 
     def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int | None = None) -> list[Missing]:
         """The rows to compute after a miss: the one of the call first, then guesses, never more than fit in the table.
@@ -190,6 +195,12 @@ class Rows:
             fill_s=self._fill_s,
         )
 
+    def _expire(self, versions: tuple[int, ...]) -> None:
+        """Drop all rows if they were computed from weights of other versions."""
+        if versions != self._versions:
+            self.drop()
+            self._versions = versions
+
     def _evict(self, most_bytes: int, most_rows: int = MOST_ROWS) -> None:
         while self._rows and (self._nbytes > most_bytes or len(self._rows) > most_rows):
             self._nbytes -= self._rows.popitem(last=False)[1].nbytes
@@ -200,6 +211,30 @@ class Rows:
                 f"One row of hoisted values takes {size(nbytes)}, but the table may use {size(most)}. Raise memory=, use a "
                 "smaller batch, or pass hoist=False."
             )
+
+
+class Table:
+    """The rows of one model, or of one of its blocks if these are compiled by kind, with what computes them.
+
+    ``newest``: the key of the newest call.
+    """
+
+    def __init__(
+        self, rows: Rows, weights: Sequence[Any], compute: Callable[[Sequence[Any], Sequence[Any]], None]
+    ) -> None:
+        """``weights``: the inputs of the preamble, with None for each slow one.  ``compute``: a method that computes the row
+        of these and of slow inputs, if there is none.  All are held weakly."""
+        self.rows = rows
+        self.newest: Key | None = None
+        self._compute = weakref.WeakMethod(compute)
+        self._weights = [None if value is None else TensorWeakRef(value) for value in weights]
+
+    def compute_ahead(self, slow: Sequence[Any]) -> None:
+        """Compute the row of a call with these slow inputs that has not come yet, if it can still come."""
+        weights = [None if ref is None else ref() for ref in self._weights]
+        gone = any(value is None and ref is not None for value, ref in zip(weights, self._weights, strict=True))
+        if not gone and (compute := self._compute()) is not None:
+            compute(weights, slow)
 
 
 def _sizes(key: Key) -> list[Any]:

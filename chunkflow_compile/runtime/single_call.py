@@ -27,6 +27,7 @@ from .device import check_kind, refuse_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
+from .rows import Table
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class SingleCall(BoundCycle):
     """A program by itself: a cycle of one call.  It belongs to the placement of its model, and ends with it.
 
     ``call``: what it runs and reads.  ``key``: what it reads, None if it is never a call of another cycle.  ``order``: which
-    cycle runs it.  ``title``: for errors.  ``started``: when.  ``closed``: whether it has ended.
+    cycle runs it.  ``title``: for errors.  ``started``: when.  ``closed``: whether it has ended.  ``table``: of the rows that
+    it has computed, if it is a preamble.
     """
 
     closed = False
@@ -46,6 +48,7 @@ class SingleCall(BoundCycle):
         super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
         self.call = call
         self.key: CallKey | None = None
+        self.table: Table | None = None
         self.order = order_of(arena) or Order(arena)  # with the other programs there
         problem = call.program.problem
         block = next((block for buffer in call.buffers.values() if (block := block_of(buffer.name))), "")
@@ -170,7 +173,7 @@ class SingleCall(BoundCycle):
                     for cycle in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(cycle)
                 finally:  # also after an interrupt: the memory must be released
-                    self.closed, self._weights = True, []
+                    self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
                     self.call.let_go()
                     self.arena.remove(self)

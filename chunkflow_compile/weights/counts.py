@@ -14,7 +14,8 @@ class Counts:
     ``fetched_bytes``: copied for ops outside programs.
     ``launches``: calls that were one CUDA graph.  ``captures``, ``capture_s``: recordings of them, and their seconds.
     ``row_hits``, ``row_misses``: calls for which the table had a row of hoisted values, and had none; ``row_fill_s``: seconds
-    of computing rows.
+    of computing rows.  In a model that is compiled by kind, these are calls of blocks, and a miss of one computes the rows of
+    the others: a step without rows is one miss, and hits.
     ``measured`` counts the calls that were measured; seconds are of these alone.
     """
 
@@ -66,9 +67,12 @@ class Counts:
         """A call found its row."""
         self.row_hits += 1
 
-    def add_row_miss(self, seconds: float) -> None:
-        """A call had its row computed, in ``seconds``, perhaps with others."""
+    def add_row_miss(self) -> None:
+        """A call had to have its row computed."""
         self.row_misses += 1
+
+    def add_row_fill(self, seconds: float) -> None:
+        """Rows were computed, in ``seconds``."""
         self.row_fill_s += seconds
 
     def add_capture(self, seconds: float) -> None:

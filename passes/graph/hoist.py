@@ -79,7 +79,8 @@ def split(traced: Traced) -> Halves | None:
     """The halves of a graph; None if there is nothing to hoist.
 
     The slow inputs are those that the Traced names, or else the inputs of at most :data:`MOST_SLOW_BYTES` that are smaller
-    than the largest result, which is as large as the latent.
+    than the largest result, which is as large as the latent.  In a block they are smaller than every result: text passes
+    through it as well, and a short prompt is small.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -96,6 +97,10 @@ def split(traced: Traced) -> Halves | None:
     if not any(parameters[n].keep is None for n in hoisted):
         return None
     names = {parameters[n].name for n in hoisted}
+
+    def label(parameter: Parameter) -> str:
+        return parameter.name if traced.repeats is None else "of a block"  # of whichever block was compiled first
+
     preamble_graph = _preamble(traced, [n for n in found.nodes if n in preamble], crossing)
     return Halves(
         preamble=_part(
@@ -116,7 +121,7 @@ def split(traced: Traced) -> Halves | None:
         hoisted=tuple(parameters[n].name for n in hoisted),
         hoisted_bytes=sum(nbytes(n) for n in hoisted if parameters[n].keep is None),
         row_bytes=sum(map(nbytes, crossing)),
-        key=_key(preamble_graph, [parameters[n].name if n in parameters else "" for n in of_preamble]),
+        key=_key(preamble_graph, [label(parameters[n]) if n in parameters else "" for n in of_preamble]),
     )
 
 
@@ -130,7 +135,8 @@ class _Slow:
         keys = {n: input_key(n.meta.get("desc")) for n in self.nodes if n.op == "placeholder"}
         self.parameters: dict[Node, Parameter] = {n: by_key[key] for n, key in keys.items() if key in by_key}
         written = mutated_inputs(traced.graph)
-        most = min(MOST_SLOW_BYTES + 1, max(_result_bytes(traced.graph.graph), default=0))
+        results = [*_result_bytes(traced.graph.graph)] or [0]
+        most = min(MOST_SLOW_BYTES + 1, max(results) if traced.repeats is None else min(results))
         inputs = {
             n
             for n, key in keys.items()
@@ -296,7 +302,7 @@ def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept
 
 
 def _key(preamble: GraphModule, weights: Sequence[str]) -> str:
-    """``weights``: for each input, the name of the weight that it is, or nothing."""
+    """``weights``: for each input, a label of the weight that it is, or nothing."""
     numbers: dict[Any, int] = {}
     results = _numbered(preamble, range(len(weights)), numbers).results
     values = [str(n.meta["val"]) for n in preamble.graph.find_nodes(op="placeholder")]

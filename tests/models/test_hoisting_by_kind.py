@@ -1,0 +1,278 @@
+"""Hoisting in models that are compiled by kind: each block has rows of its own, and all blocks take one slow input."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from conftest import EAGER, FAST
+from helpers import Stack, small_twins, twins
+from pipelines import Applied, expected
+from small_pipelines import SMALL_PIPELINES
+from step_caches import step_cache
+
+import chunkflow_compile
+from chunkflow_compile import cycles, explain
+from chunkflow_compile.catalog.small import Size, small_inputs
+from chunkflow_compile.frontend.compile import compiled_whole
+from chunkflow_compile.placed.notes import hoisting_notes
+from chunkflow_compile.placed.placement import placement_of
+from chunkflow_compile.runtime import arena, rows
+from chunkflow_compile.runtime.call_site import CallSite
+from chunkflow_compile.runtime.input_bits import InputBits
+from chunkflow_compile.runtime.rows import RowStatistics
+from chunkflow_compile.runtime.target import Cost
+from chunkflow_compile.weights.counts import Counts
+
+BLOCKS, STEPS = 4, 5
+SIZE = Size(layers=BLOCKS)
+OPTIONS: dict[str, Any] = {**EAGER, "min_bytes": 2048, "hoist": True}
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class Steps:
+    """A small Qwen-Image, compiled by kind, and the eager one."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model, self.twin = small_twins("qwen-image", SIZE)
+        self.options = {**OPTIONS, **options}
+        if "memory" in options:
+            del self.options["slowdown"]
+
+    def compile(self) -> Steps:
+        chunkflow_compile.compile(self.model, **self.options)
+        return self
+
+    def run(self, step: float, seed: int, size: Size = SIZE) -> None:
+        """A call with the latent and the prompt of a seed gives what the eager model gives, bit for bit."""
+        inputs = small_inputs("qwen-image", size, seed)
+        inputs["timestep"] = torch.full_like(inputs["timestep"], 1 - step / STEPS)
+        assert torch.equal(self.model(**inputs)[0], self.twin(**inputs)[0]), (step, seed)
+
+    def generate(self, seed: int, size: Size = SIZE) -> None:
+        for step in range(STEPS):
+            self.run(step, 100 * seed + step, size)
+
+    @property
+    def counts(self) -> Counts:
+        placement = placement_of(self.model)
+        assert placement is not None
+        return placement.store.counts
+
+    @property
+    def tables(self) -> list[RowStatistics]:
+        placement = placement_of(self.model)
+        assert placement is not None
+        return [table for preamble in placement.preambles for table in preamble.statistics.values()]
+
+    @property
+    def computed(self) -> list[int]:
+        """The number of rows that each block's preamble has computed."""
+        return [table.computed for table in self.tables]
+
+    def moved(self) -> int:
+        """The bytes that a step moves, after others."""
+        before = self.counts.moved_bytes
+        self.run(0, 7)
+        return self.counts.moved_bytes - before
+
+
+def test_the_second_generation_has_no_misses() -> None:
+    """With another prompt, and with one of another length, for which the blocks are compiled again."""
+    steps = Steps().compile()
+    steps.generate(0)
+    assert steps.counts.row_misses == BLOCKS + STEPS - 1, "a miss computes the rows of all blocks that are known"
+    assert steps.computed == [STEPS] * BLOCKS
+    misses, hits = steps.counts.row_misses, steps.counts.row_hits
+    steps.generate(1)
+    steps.generate(2, replace(SIZE, text=12))
+    assert steps.counts.row_misses == misses and steps.computed == [STEPS] * BLOCKS
+    assert steps.counts.row_hits == hits + 2 * STEPS * BLOCKS
+    (note,) = hoisting_notes(steps.model)
+    assert "weights of 4 blocks are hoisted, 768.0 KiB, by one small input; 5 rows per block" in note
+    assert note in explain(steps.model).notes
+
+
+def test_a_step_moves_less_by_the_hoisted_weights() -> None:
+    """In the smallest memory, where every large weight is moved in every step."""
+    found = []
+    for hoist in (True, False):
+        steps = Steps(hoist=hoist, slowdown=1000.0).compile()
+        for step in range(4):
+            steps.run(0, step)
+        found.append(steps.moved())
+        (cycle,) = cycles(steps.model)
+        assert len(cycle.keys) == BLOCKS + 5, "no preamble is a call of the cycle"
+    large = {name: p.nbytes for name, p in steps.twin.named_parameters() if p.nbytes >= OPTIONS["min_bytes"]}
+    hoisted = sum(nbytes for name, nbytes in large.items() if "_mod." in name)
+    assert found == [sum(large.values()) - hoisted, sum(large.values())] and hoisted
+
+
+def test_values_are_read_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device: no tensor is in host memory.  Hits and misses."""
+    monkeypatch.setattr(arena, "InputBits", lambda: InputBits(on_host=lambda _: False))
+    steps = Steps().compile()
+    steps.run(0, 0)
+    (bits,) = {program.arena.bits for program in chunkflow_compile.programs(steps.model)}
+    for step in range(1, 2 * STEPS):
+        before = bits.sources.transfers
+        steps.run(step % STEPS, step)
+        assert bits.sources.transfers == before + 1, step
+
+
+def test_a_step_of_misses_starts_cold_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preambles of all blocks run before the first block, in whose cycle no other program then runs."""
+    cold, count = Counter[str](), CallSite.count
+
+    def counted(call: CallSite, cost: Cost) -> None:
+        kind = "preamble" if call.code.settings.preamble else "main"
+        cold.update({kind: 1, f"cold {kind}": cost.primed > 0})
+        count(call, cost)
+
+    monkeypatch.setattr(CallSite, "count", counted)
+    steps = Steps().compile()
+    for step in range(STEPS):
+        cold.clear()
+        steps.run(step, step)
+        assert cold["preamble"] == BLOCKS
+        # in the third step, the cycle that the calls are now starts cold itself
+        assert cold["cold main"] == (0, 0, 2, 1, 1)[step], step
+    cold.clear()
+    steps.run(0, 9)
+    assert not cold["preamble"] and not cold["cold main"]
+
+
+def test_a_hoisted_weight_is_written() -> None:
+    """Its block computes the rows of all steps again, in one pass."""
+    steps = Steps().compile()
+    steps.generate(0)
+    for model in (steps.model, steps.twin):
+        model.transformer_blocks[1].img_mod[1].weight.mul_(1.5)
+    misses = steps.counts.row_misses
+    steps.generate(1)
+    assert steps.counts.row_misses == misses + 1
+    assert sorted(steps.computed) == [STEPS] * (BLOCKS - 1) + [2 * STEPS]
+
+
+def test_guidance_in_two_calls() -> None:
+    """Both calls of a step take equal values, which other tensors have."""
+    steps = Steps().compile()
+    for generation in range(2):
+        for step in range(STEPS):
+            steps.run(step, 10 * generation)
+            steps.run(step, 10 * generation + 1)
+    assert steps.computed == [STEPS] * BLOCKS
+
+
+def test_a_cache_that_skips_blocks() -> None:
+    steps = Steps()
+    for model in (steps.model, steps.twin):
+        model.enable_cache(step_cache("FirstBlockCache", lambda: 500, 2 * STEPS))
+    steps.compile()
+    calls = []
+    for step in range(2 * STEPS):
+        before = steps.counts.calls
+        inputs = small_inputs("qwen-image", SIZE, 0)
+        inputs["hidden_states"] += 0.01 * step + step // 3
+        inputs["timestep"] = torch.full_like(inputs["timestep"], 1 - (step % STEPS) / STEPS)
+        outputs = []
+        for model in (steps.model, steps.twin):
+            with model.cache_context("cond"):
+                outputs.append(model(**inputs)[0])
+        assert torch.equal(*outputs), step
+        calls.append(steps.counts.calls - before)
+    assert min(calls) < max(calls), "no step hit the cache"
+    assert max(steps.computed) == STEPS
+
+
+def test_a_pipeline(applied: Applied) -> None:
+    """The second generation has another prompt, and no misses."""
+    pipe, budget = applied("qwen-image", "1MiB", hoist=True)
+    counts = placement_of(pipe.transformer).store.counts  # type: ignore[union-attr]
+    misses = []
+    for seed, changed in enumerate(({}, {"prompt": "two cats"}, {"prompt": "a much longer prompt than before"})):
+        image = SMALL_PIPELINES["qwen-image"].generate(pipe, seed, **changed)
+        assert torch.equal(image, expected("qwen-image", seed, **changed))
+        misses.append(counts.row_misses)
+    assert misses[0] > 0 and misses == [misses[0]] * 3
+    assert any("of 3 blocks are hoisted" in note for phase in budget.figures().phases for note in phase.notes)
+
+
+def test_tables_are_within_the_budget() -> None:
+    """Those of all blocks, which the plan of their cycle counts."""
+    memory = 640 << 10
+    steps = Steps(memory=f"{memory}B", hardware=FAST, chunk_bytes=1024).compile()
+    for generation in range(3):
+        steps.generate(generation)
+    (cycle,) = cycles(steps.model)
+    tables = sum(program.code.settings.table for program in chunkflow_compile.programs(steps.model))
+    assert 0 < tables <= memory // 16 and sum(table.nbytes for table in steps.tables) <= tables
+    assert cycle.settings.outside >= tables and cycle.plan.device_bytes + cycle.settings.outside <= memory
+
+
+def test_auto_hoists_where_no_copy_hides() -> None:
+    steps = Steps(hoist="auto", memory="512KiB", hardware=FAST, chunk_bytes=1024).compile()
+    steps.generate(0)
+    assert steps.computed == [STEPS] * BLOCKS
+
+
+def test_hoisting_ends_if_no_step_comes_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all blocks at once, in the middle of a generation."""
+    monkeypatch.setattr(rows, "_SPENT", 3)
+    steps = Steps().compile()
+    for step in range(STEPS):
+        steps.run(step / 7, step)
+    assert "Hoisting ends" in caplog.text
+    computed = steps.computed
+    steps.run(0.5, 9)
+    assert steps.computed == computed
+
+
+@pytest.mark.parametrize(
+    ("family", "whole"), [("flux", True), ("hunyuanvideo", True), ("qwen-image", False), ("wan", False)]
+)
+def test_which_models_are_compiled_whole(family: str, whole: bool) -> None:
+    """Those whose rows depend on the prompt; and any if the user names inputs, which are those of the model."""
+    model, twin = small_twins(family, Size(layers=2))
+    assert compiled_whole(model, {"hoist": True}) == compiled_whole(model, {"hoist": "auto"}) == whole
+    assert compiled_whole(model, {"hoist": ("timestep",)}) and not compiled_whole(model, {})
+    if hasattr(twin, "enable_cache"):
+        twin.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+        assert not compiled_whole(twin, {"hoist": True}), "the hooks of the cache stay between the blocks"
+
+
+def test_flux_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
+    size = Size(layers=2, singles=2)
+    model, twin = small_twins("flux", size)
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        chunkflow_compile.compile(model, **OPTIONS)
+    assert "FluxTransformer2DModel has hoisted weights: it is compiled whole" in caplog.text
+    inputs = small_inputs("flux", size, 0)
+    for _ in range(2):
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+    (note,) = hoisting_notes(model)
+    assert "of 2 blocks" not in note and "1 of 2 calls found theirs" in note
+
+
+class Unmodulated(Stack):
+    """Its blocks take nothing but the latent."""
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + timestep)
+
+
+def test_blocks_without_modulations(caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = twins(lambda: Unmodulated(3))
+    chunkflow_compile.compile(model, **OPTIONS)
+    x, timestep = torch.randn(4, 8), torch.ones(1)
+    assert torch.equal(model(x, timestep), twin(x, timestep))
+    assert caplog.text.count("hoist=True changes nothing for blocks.0 and the blocks of its kind") == 1
+    assert not hoisting_notes(model)
