@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -36,6 +37,7 @@ class Preamble:
     of one model for several sizes share it.
 
     ``key``: equal for preambles that compute the same.  ``hoisted``: the weights that they read.
+    ``most_bytes``: of a table.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Preamble:
         self.graph = graph
         self.hoisted, self._hoisted_bytes = halves.hoisted, halves.hoisted_bytes
         self._row_bytes = halves.row_bytes
-        self._most_bytes = self._bytes_of_all = most_rows * halves.row_bytes
+        self.most_bytes = self._bytes_of_all = most_rows * halves.row_bytes
         place = {position: i for i, position in enumerate(halves.preamble_inputs)}
         self._slow = [place[position] for position in halves.slow]
         self._programs: weakref.WeakSet[SingleCall] = weakref.WeakSet()
@@ -64,7 +66,7 @@ class Preamble:
 
         ``tables``: number of these, with this one.
         """
-        self._most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
+        self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:
             if program.table is not None:
                 program.table.rows.trim()
@@ -129,7 +131,7 @@ class Preamble:
                         f"{name} was made in inference mode, where torch counts no writes, so a row that was computed from "
                         "it could be out of date: load the model outside torch.inference_mode(), or leave hoist out."
                     )
-            rows = Rows(lambda: self._most_bytes, program.arena.bits)
+            rows = Rows(partial(_most_bytes, weakref.ref(self)), program.arena.bits)
             weights = self._with_slow(inputs, [None] * len(self._slow))
             table = program.table = Table(rows, weights, self._compute_ahead)
             self._programs.add(program)
@@ -146,7 +148,7 @@ class Preamble:
         rows = f"{max(t.rows for t in tables)} rows{' per block' if count > 1 else ''}"
         return (
             f"{weights} are hoisted, {size(self._hoisted_bytes * count)}, by {by}; {rows} of {size(self._row_bytes)} in "
-            f"{'tables' if count > 1 else 'a table'} of at most {size(self._most_bytes * count)}; {hits} of {hits + misses} "
+            f"{'tables' if count > 1 else 'a table'} of at most {size(self.most_bytes * count)}; {hits} of {hits + misses} "
             f"calls found theirs, the others had {computed} computed in {sum(t.fill_s for t in tables):.2f} s"
         )
 
@@ -154,6 +156,12 @@ class Preamble:
     def statistics(self) -> dict[SingleCall, RowStatistics]:
         """What each table has seen, by the program that computes its rows."""
         return {program: table.rows.statistics for program in self._programs if (table := program.table) is not None}
+
+
+def _most_bytes(ref: weakref.ref[Preamble]) -> int:
+    """Most bytes of a table of a preamble, which its tables do not keep: none once it is gone."""
+    preamble = ref()
+    return 0 if preamble is None else preamble.most_bytes
 
 
 def _others(program: SingleCall, newest: Key) -> list[Table]:

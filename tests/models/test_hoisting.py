@@ -456,7 +456,7 @@ def test_a_restored_model_starts_without_rows_and_a_reset_one_runs(pair: Pair) -
 
 def test_a_model_that_is_dropped_frees_its_preamble_and_its_rows(pair: Pair) -> None:
     program, preamble = weakref.ref(pair.filling), weakref.ref(pair.preamble)
-    table = weakref.ref(pair.preamble._tables[pair.filling])
+    table = weakref.ref(pair.filling.table)
     del pair.model, pair.run
     torch._dynamo.reset()
     join_closers()
@@ -492,4 +492,6 @@ def test_a_pipeline(name: str, applied: Applied) -> None:
         before = placement.store.counts.row_misses
         assert torch.equal(SMALL_PIPELINES[name].generate(pipe, seed, **changed), expected(name, seed, **changed))
         missed.append(placement.store.counts.row_misses - before)
-    assert 0 < missed[0] <= max(1, PIPELINES[name]) and missed[1] <= PIPELINES[name]
+    # what is compiled by kind knows no timestep before its step
+    assert missed[0] > 0 and (name == "qwen-image" or missed[0] <= PIPELINES[name])
+    assert missed[1] <= PIPELINES[name]
