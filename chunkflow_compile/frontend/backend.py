@@ -153,6 +153,8 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     if not weights:
         return lower_without_weights(graph, inputs, chosen.lowering, chosen.inductor)
     placement = None if index.root is None else placement_of(index.root)
+    if placement is not None and chosen.hoist is False and chosen.policy == "chunkflow":
+        chosen = replace(chosen, hoist=placement.hoist)
     min_bytes = chosen.min_bytes if placed is None else placed
     progress = progress_of(graph if index.root is None else index.root)
     with progress.compiling():

@@ -183,6 +183,8 @@ def compile_by_kind(
     decoder have.
     """
     name = type(model).__name__ if name is None else name
+    if placement.hoist:
+        options = {"hoist": placement.hoist, **options}
     blocks = repeated_blocks(model)
     if why := _why_whole(model, options):
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)

@@ -308,6 +308,8 @@ def _compile_phase(
     """Compile a placed component and make its calls a phase."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
+    if phase.name not in _STEPPED:  # the memory of its rows would stay taken
+        options = {name: value for name, value in options.items() if name != "hoist"}
     expected = replace(chosen.goal, memory=max(0, budget.usable - kept_by(budget.phases)))
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
@@ -328,11 +330,8 @@ def _compile_phase(
         )
         placement.store.expect_eager_reads()
     else:
-        if (
-            phase.name not in _STEPPED
-        ):  # called once a generation, and the memory of a graph or of rows would stay taken
+        if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
-            options.pop("hoist", None)
         if compiled_whole(model, options):  # and its first plan may keep as much as it is given
             placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")

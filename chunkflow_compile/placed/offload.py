@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, OnPeers, Pack
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist, OnPeers, Pack
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.placed.placement import (
     PLACEMENT,
@@ -57,6 +58,7 @@ def offload(
     host_memory: Size | None = None,
     pack: Pack = False,
     peers: OnPeers = False,
+    hoist: Hoist | Sequence[str] = False,
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
@@ -83,6 +85,8 @@ def offload(
     pull from: a piece of each weight on each device, for as long as the model is placed.  They stay in host memory too, for
     ops outside programs, and for a rank that writes one.  All ranks of the group, which ``share`` or the default one is, must
     then call ``offload``, and run the same model.  "auto" lets plans choose which weights.
+
+    ``hoist``: the option of this name for what compiles the model later, unless it is given there.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
     device, is under a hook of accelerate or diffusers that moves its weights one by one, or lies in a checkpoint that cannot
     be read; weights that were cast before an error may stay cast.
@@ -93,6 +97,7 @@ def offload(
         refuse_fully_sharded(root)
         refuse_unknown_parts(root)
         min_bytes = parse_bytes(min_bytes, "min_bytes")
+        hoist = Options(hoist=hoist).hoist
         target = _target_device(root, device, parameters)
         index = ModelIndex.of(root)
         dtype_of = keep_dtype if dtype is None else cast_to(_checked_dtype(dtype), root)
@@ -126,7 +131,7 @@ def offload(
             kinds = {names[0]: f"{dtype_of(names[0], weight)} {[*weight.shape]}" for names, weight in weights}
             together = Peers.connect(group, target, kinds, {**asks, "pack": pack, "device": target.type}, name)
         with compile_lock:
-            options = {"pack": pack, "peers": peers, "ranks": together, "bound": bound}
+            options = {"pack": pack, "peers": peers, "ranks": together, "bound": bound, "hoist": hoist}
             placement = Placement.on(root, target, min_bytes, **options)
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.names import OnPeers, Pack
+from chunkflow_compile.passes.names import Hoist, OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
@@ -59,7 +59,7 @@ class Placement:
     ``expected``: the goal that its owner expects to set, None without an owner; regions are cut for it.
     ``timesteps``: returns those of the schedule that its calls follow, None if it is not known.
     ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.  ``peers``: whether
-    weights go to the devices of the ranks when a program starts on them.
+    weights go to the devices of the ranks when a program starts on them.  ``hoist``: the option for graphs without one.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Placement:
         *,
         pack: Pack = False,
         peers: OnPeers = False,
+        hoist: Hoist | Sequence[str] = False,
         ranks: Peers | None = None,
         bound: int | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class Placement:
         self.min_bytes = min_bytes
         self.pack = pack
         self.peers = peers
+        self.hoist = hoist
         free = partial(_call_if_alive, weakref.WeakMethod(self.free))
         quiet = partial(_quiet, weakref.ref(self))
         self.store = HostStore(weakref.ref(root), device, quiet, free, bound=bound, peers=ranks)

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 # The ids of the first and the last weight, because blocks may share one of them, and the sizes of the call.
 _Key = tuple[int, int, Sizes]
 
-# Called with the parameters by name, the names of the weights to offload, and ``start``.  Lane those weights into the
+# Called with the parameters by name, the names of the weights to offload, and ``start``.  Move those weights into the
 # host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 

@@ -495,3 +495,10 @@ def test_a_pipeline(name: str, applied: Applied) -> None:
     # what is compiled by kind knows no timestep before its step
     assert missed[0] > 0 and (name == "qwen-image" or missed[0] <= PIPELINES[name])
     assert missed[1] <= PIPELINES[name]
+
+
+def test_offload_takes_the_option_for_what_compiles_the_model() -> None:
+    pair = Pair(placing={"hoist": True}, memory=MEMORY, hoist=False)
+    assert not pair.call(0) and pair.call(0)
+    with pytest.raises(ChunkflowError, match="hoist='yes' is unknown"):
+        offload(Modulated(), hoist="yes")
