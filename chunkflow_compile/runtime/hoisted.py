@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.hoist import Halves
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.units import size
 
+from .device import refuse_capture
 from .graph import CompiledGraph, HostConstants, on_fakes
 from .rows import Row, Rows, RowStatistics, Table
 from .schedules import Key
@@ -80,6 +81,8 @@ class Preamble:
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
+            if program.arena.device.type == "cuda":
+                refuse_capture(program.arena.device)  # a read of values would end it
             table, counts = self._table_of(program, inputs), program.call.counts
             rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
@@ -174,10 +177,11 @@ def _others(program: SingleCall, newest: Key) -> list[Table]:
     ]
 
 
-def _versions(program: SingleCall) -> tuple[int, ...]:
-    """Versions of the values of all weights of a program, those that are not offloaded included."""
+def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
+    """Versions of the values of all weights of a program: of the offloaded ones, the same object until one is written, and
+    of the others."""
     call = program.call
-    return (*call.versions, *map(_version, call.in_place.values()))
+    return call.versions, tuple(map(_version, call.in_place.values()))
 
 
 class HoistedGraph:
@@ -221,24 +225,24 @@ class HoistedGraph:
         """Run one step, see :meth:`CompiledGraph.__call__`."""
         if self._halves is None:
             return self._run_whole(args)
-        inputs = list(args)
-        args.clear()
         if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
-            return on_fakes(mode, self._graph, inputs)
+            return on_fakes(mode, self._graph, args)
         preamble, main = self._halves
         if self._tables.positions:
-            self._tables.move(inputs)
-        row = preamble.row(self._of_preamble(inputs))
+            self._tables.move(args)
+        row = preamble.row(self._of_preamble(args))
         if row is None:
             _log.warning(
                 "hoist: none of the rows computed so far was used again, because the timestep or another small input takes "
                 "other values in each call. Hoisting ends, and the model is compiled once more, as a whole."
             )
             self._halves = None
-            return self._run_whole(inputs)
-        return main([*self._of_main(inputs), *row.values])
+            return self._run_whole(args)
+        inputs = [*self._of_main(args), *row.values]
+        args.clear()
+        return main(inputs)
 
-    def _run_whole(self, inputs: list[Any]) -> Any:
+    def _run_whole(self, args: list[Any]) -> Any:
         if self._whole is None:
             self._whole = self._compile()
-        return self._whole(inputs)
+        return self._whole(args)

@@ -84,7 +84,7 @@ class Rows:
         self._used = UsedKeys()
         self._rows: OrderedDict[Key, Row] = OrderedDict()  # the least recently used first
         self._nbytes = 0
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[Any, ...] = ()
         self._hits = self._misses = self._computed = 0
         self._misses_since_hit = self._guesses_since_hit = 0
         self._fill_s = 0.0
@@ -100,7 +100,7 @@ class Rows:
         self._expected.learn(found[len(inputs) :])
         return tuple(found[: len(inputs)])
 
-    def find(self, key: Key, versions: tuple[int, ...]) -> Row | None:
+    def find(self, key: Key, versions: tuple[Any, ...]) -> Row | None:
         """The row of a key, or None.  ``versions``: the hoisted weights'; other ones than before drop all rows."""
         self._expire(versions)
         self.trim()

@@ -33,7 +33,8 @@ def _driver() -> ctypes.CDLL:
 
 
 def counts() -> dict[str, int]:
-    """Calls of each entry point since the process began; also copies to the device, kernels and launches of Triton."""
+    """Calls of each entry point since the process began; also copies to the device and to the host, kernels and launches of
+    Triton."""
     text = ctypes.create_string_buffer(1 << 16)
     runtime().stand_in_counts(text, len(text))
     found = (line.rsplit(" ", 1) for line in text.value.decode().splitlines())

@@ -58,7 +58,8 @@ EXPORTED cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t by
   if (pageable)
     if (cudaError_t error = forbidden(queue)) return fail(error);
   const char* name = pageable ? "copies to the device, pageable" : "copies to the device, pinned";
-  if (cudaError_t error = push(queue, [copy] { copy.run(); }, to_device && !from_device ? name : nullptr)) return fail(error);
+  if (!to_device) name = "copies to the host";
+  if (cudaError_t error = push(queue, [copy] { copy.run(); }, to_device != from_device ? name : nullptr)) return fail(error);
   if (pageable) synchronize(queue);
   return cudaSuccess;
 }
