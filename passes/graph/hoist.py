@@ -244,7 +244,7 @@ def _is_random(node: Node) -> bool:
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return value != 0
+            return bool(value != 0)
     return True
 
 
