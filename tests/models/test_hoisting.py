@@ -154,7 +154,7 @@ class Pair:
     def held(self) -> int:
         """Bytes of weights and rows on the device."""
         small = sum(p.nbytes for p in self.model.parameters() if not isinstance(p, HostWeight))
-        return int(self.main.arena.held) + small + self.row_bytes()
+        return int(self.main.arena.held + small + self.row_bytes())
 
     def both(self, change: Callable[[Any], object]) -> None:
         for model in (self.model, self.twin):
@@ -289,6 +289,15 @@ def test_a_step_that_is_a_cuda_graph_gets_rows_as_inputs() -> None:
     assert log.captures == 1 and log.launches > 6 and not log.why_not
     assert not pair.call(0, 1) and pair.call(1, 1) and pair.call(1), "a miss is issued before a launch"
     assert log.captures == 1
+
+
+@pytest.mark.long
+def test_compiled_kernels_compute_what_they_do_without_hoisting() -> None:
+    inductor = {**EAGER, "lowering": "inductor"}
+    pair = Pair(twins(lambda: Modulated(1)), lowering="inductor")
+    offload(pair.twin, min_bytes=EAGER["min_bytes"])
+    pair.twin = torch.compile(pair.twin, backend="chunkflow", fullgraph=True, options=inductor)
+    fill(pair)
 
 
 def test_packed_weights_are_hoisted() -> None:
