@@ -115,7 +115,7 @@ class Rows:
         self._used.use(key)
         return row
 
-    def lacks(self, key: Key, versions: tuple[int, ...]) -> bool:
+    def lacks(self, key: Key, versions: tuple[Any, ...]) -> bool:
         """Whether a call with this key would be a miss.  It is not counted as one.  ``versions``: as in :meth:`find`."""
         self._expire(versions)
         return key not in self._rows
@@ -195,7 +195,7 @@ class Rows:
             fill_s=self._fill_s,
         )
 
-    def _expire(self, versions: tuple[int, ...]) -> None:
+    def _expire(self, versions: tuple[Any, ...]) -> None:
         """Drop all rows if they were computed from weights of other versions."""
         if versions != self._versions:
             self.drop()
