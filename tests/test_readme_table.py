@@ -93,7 +93,7 @@ def test_every_label_of_the_table_by_gpu_is_of_its_row() -> None:
     """Read from the README, and compared with the JSON as it is: the GPU, the model, the budget, forwards and steps."""
     part = README.read_text().split(GPU_PART)[1].split("<!-- end -->")[0]
     bodies = json.loads(readme_gpus.PLANNED.read_text())
-    rows = cells(part, ["GPU", "model", "`memory=`", "forward", "step", "group offload"])
+    rows = cells(part, ["GPU", "model", "`memory=`", "forward", "step", "fastest with", "group offload"])
     shown = [row for row in rows if row[-1] == "planned"]
     assert len(shown) == len(bodies) and {row[-1] for row in rows} == {"planned", "measured"}
     for row, body in zip(shown, bodies, strict=True):
@@ -106,7 +106,12 @@ def test_every_label_of_the_table_by_gpu_is_of_its_row() -> None:
         forward_s, step_s = (float(re.sub(r"[* s]", "", cell)) for cell in row[3:5])
         assert forward_s == pytest.approx(ways[CHUNKFLOW]["forward_s"], rel=0.02)
         assert step_s == pytest.approx(forwards * ways[CHUNKFLOW]["forward_s"], rel=0.02)
-        for cell, way in ((row[5], GROUP), (row[7], readme_gpus.MODEL)):
+        if row[5]:
+            best_s, options = re.fullmatch(r"\*\*([\d.]+) s\*\*, `(.*)`", row[5]).groups()
+            assert float(best_s) == pytest.approx(forwards * ways[options]["forward_s"], rel=0.02)
+        able = [ways[way]["forward_s"] for way in (readme_gpus.HOISTED, readme_gpus.PACKED, readme_gpus.BOTH) if way in ways]
+        assert bool(row[5]) is (min(able) <= readme_gpus.WORTH * ways[CHUNKFLOW]["forward_s"])
+        for cell, way in ((row[6], GROUP), (row[8], readme_gpus.MODEL)):
             gib = f"{ways[way]['nbytes'] / GIB:.1f} GiB"
             assert cell.endswith(gib) and cell.startswith("needs") is (ways[way]["nbytes"] > on.budget * GIB)
 
