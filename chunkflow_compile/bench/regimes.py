@@ -130,7 +130,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "hoisted": Regime(
         family="qwen-image",
-        size=Size(layers=12, heads=8, head_dim=64, height=8, width=8, text=64),  # a text this long is not slow
+        size=Size(layers=12, heads=8, head_dim=64, height=16, width=16, text=128),  # a text this long is not slow
         load=4.0,
         chunk_bytes=_CHUNK,
         arms=("resident", "chunkflow", "chunkflow+hoist"),
