@@ -262,6 +262,37 @@ def test_flux_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
     assert "of 2 blocks" not in note and "1 of 2 calls found theirs" in note
 
 
+def test_one_miss_computes_the_rows_of_both_kinds() -> None:
+    """LongCat-Image has blocks of two kinds, which take the same value."""
+    model, twin = twins(
+        lambda: diffusers.LongCatImageTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=3,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            axes_dims_rope=[4, 6, 6],
+        )
+    )
+    chunkflow_compile.compile(model, **OPTIONS)
+    misses = []
+    for step in (0, 1, 2, 0, 1, 2):
+        inputs = {"hidden_states": torch.randn(1, 64, 16), "encoder_hidden_states": torch.randn(1, 8, 32)}
+        inputs |= {
+            "timestep": torch.tensor([1 - step / 3]),
+            "img_ids": torch.zeros(64, 3),
+            "txt_ids": torch.zeros(8, 3),
+        }
+        assert torch.equal(*(m(**inputs, return_dict=False)[0] for m in (model, twin)))
+        misses.append(placement_of(model).store.counts.row_misses)  # type: ignore[union-attr]
+    assert misses == [5, 6, 7, 7, 7, 7]
+    notes = " ".join(sorted(hoisting_notes(model)))
+    assert "6 weights of 3 blocks are hoisted" in notes and "8 weights of 2 blocks are hoisted" in notes
+
+
 class Unmodulated(Stack):
     """Its blocks take nothing but the latent."""
 
