@@ -109,7 +109,9 @@ def test_every_label_of_the_table_by_gpu_is_of_its_row() -> None:
         if row[5]:
             best_s, options = re.fullmatch(r"\*\*([\d.]+) s\*\*, `(.*)`", row[5]).groups()
             assert float(best_s) == pytest.approx(forwards * ways[options]["forward_s"], rel=0.02)
-        able = [ways[way]["forward_s"] for way in (readme_gpus.HOISTED, readme_gpus.PACKED, readme_gpus.BOTH) if way in ways]
+        able = [
+            ways[way]["forward_s"] for way in (readme_gpus.HOISTED, readme_gpus.PACKED, readme_gpus.BOTH) if way in ways
+        ]
         assert bool(row[5]) is (min(able) <= readme_gpus.WORTH * ways[CHUNKFLOW]["forward_s"])
         for cell, way in ((row[6], GROUP), (row[8], readme_gpus.MODEL)):
             gib = f"{ways[way]['nbytes'] / GIB:.1f} GiB"
