@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -226,6 +227,7 @@ def _compiler(
         min_bytes=min_bytes,
         expected=None if placement is None else placement.expected,
         slow=slow_inputs(graph, chosen.hoist),
+        root=(lambda: None) if index.root is None else weakref.ref(index.root),
         pieces=_pieces_elsewhere(placement, buffers) if part else 0,
     )
 
@@ -259,7 +261,8 @@ class _Compiler:
 
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
     being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
-    this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.
+    this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: returns the
+    model, or None.
     """
 
     chosen: Options
@@ -273,6 +276,7 @@ class _Compiler:
     expected: Goal | None = None
     pieces: int = 0
     slow: frozenset[int] | None = None
+    root: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
         with dynamo_timed("chunkflow.program"):
@@ -302,14 +306,10 @@ class _Compiler:
             # blocks take what was computed from the timestep
             follow = _timesteps_of if traced.repeats is None else _unknown
             preamble = Preamble(made, halves, hoisting.rows, key, follow, _share)
-        whole = partial(_whole_again, self, traced, unhoisted)
+        # compiled code keeps no model alive
+        later = replace(self, weights=WeakValueDictionary(self.weights), index=ModelIndex(None, {}, {}), report=str)
+        whole = partial(_whole_again, later, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
-
-    @property
-    def _root(self) -> Callable[[], nn.Module | None]:
-        """Returns the model, which compiled code does not keep alive."""
-        root = self.index.root
-        return (lambda: None) if root is None else weakref.ref(root)
 
     def _described(self, aten: GraphModule) -> Traced:
         """The ATen graph, with what its nodes do not carry."""
@@ -363,7 +363,7 @@ class _Compiler:
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
         )
-        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, self._root)
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, self.root)
         goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), code.cut)
         changed = _no_other_goal if settings.preamble else _goal_of
         return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)

@@ -463,6 +463,15 @@ def test_a_restored_model_starts_without_rows_and_a_reset_one_runs(pair: Pair) -
     assert pair.call(0)
 
 
+def test_compiled_code_keeps_no_model_alive() -> None:
+    pair = Pair(memory=MEMORY)
+    pair.call(0)
+    model, weight = weakref.ref(pair.model), weakref.ref(pair.model.modulations[0].weight)
+    del pair.model, pair.run
+    gc.collect()
+    assert model() is None and weight() is None
+
+
 def test_a_model_that_is_dropped_frees_its_preamble_and_its_rows(pair: Pair) -> None:
     program, preamble = weakref.ref(pair.filling), weakref.ref(pair.preamble)
     table = weakref.ref(pair.filling.table)
