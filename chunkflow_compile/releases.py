@@ -30,6 +30,11 @@ def warn_if_untested(version: str) -> None:
         )
 
 
+def source_name(source: Any) -> str:
+    """The name of a source of Dynamo, an expression such as ``L['timestep']``; it is a method in some releases."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
 def backend_of(compiled: Any) -> Any:
     """The backend of a function that torch.compile returned; None for any other object.
 

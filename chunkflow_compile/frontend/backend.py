@@ -287,13 +287,10 @@ class _Compiler:
         tables = HostConstants(self.device, move_tables(aten, self.device))
         traced = self._described(aten)
         with dynamo_timed("chunkflow.hoist"):
-            goal = self.settings.goal
-            if goal.memory is None and goal.slowdown is None:  # as the owner of the model expects it
-                goal = goal.aimed_at(self.expected)
-            hoisting = hoisting_of(traced, replace(self.settings, goal=goal))
+            hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
         if hoisting is None:
-            if goal.hoist is True and traced.repeats is not None:
+            if self.settings.goal.hoist is True and traced.repeats is not None:
                 _log.warning(_NOT_HOISTED, next(block_of(p.name) for p in traced.parameters if p.keep is None))
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
@@ -311,15 +308,19 @@ class _Compiler:
         whole = partial(_whole_again, later, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
 
+    @property
+    def _expected_goal(self) -> Goal:
+        """The goal of the settings, or else the one that the owner of the model expects to set."""
+        goal = self.settings.goal
+        return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
+
     def _described(self, aten: GraphModule) -> Traced:
         """The ATen graph, with what its nodes do not carry."""
         chosen = self.chosen
         repeats = None
         if self.settings.part and self.index.root is not None:
-            goal = self.settings.goal
-            if goal.memory is None and goal.slowdown is None:
-                goal = goal.aimed_at(self.expected)
-            repeats = repeats_of(self.index.root, [p.name for p in self.parameters if p.keep is None], goal)
+            streamed = [p.name for p in self.parameters if p.keep is None]
+            repeats = repeats_of(self.index.root, streamed, self._expected_goal)
         fused = chosen.lowering != "eager"
         return replace(describe_graph(aten, self.parameters, self.index.blocks, fused, repeats), slow=self.slow)
 

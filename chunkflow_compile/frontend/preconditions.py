@@ -29,6 +29,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex, filled_by
 from chunkflow_compile.placed.offload import why_nothing_streams
+from chunkflow_compile.releases import source_name
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
@@ -83,7 +84,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(getattr(node, "_dynamo_source", None), "base", None)
         while source is not None:
-            name = str(source.name() if callable(source.name) else source.name)  # a method in some releases
+            name = source_name(source)
             if name not in values:
                 try:
                     values[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards

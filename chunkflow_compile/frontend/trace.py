@@ -26,6 +26,7 @@ from chunkflow_compile.passes.problem import HOST, Parameter
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights
 from chunkflow_compile.placed.streamable import why_not
+from chunkflow_compile.releases import source_name
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import ranks_of, ranks_together
 from chunkflow_compile.weights.host_buffer import Form, buffer_of
@@ -216,8 +217,7 @@ def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> froz
     found: dict[str, int] = {}
     for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         source = getattr(node, "_dynamo_source", None)
-        name = "" if source is None else str(source.name() if callable(source.name) else source.name)
-        if (inside := _OF_CALL.search(name)) is not None:
+        if source is not None and (inside := _OF_CALL.search(source_name(source))) is not None:
             found[inside[1]] = index
     if missing := [name for name in hoist if name not in found]:
         raise ChunkflowError(

@@ -47,8 +47,8 @@ class Preamble:
         halves: Halves,
         most_rows: int,
         key: object,
-        timesteps: Callable[[SingleCall], torch.Tensor | None] = lambda program: None,
-        share: Callable[[Preamble, SingleCall], None] = lambda preamble, program: None,
+        timesteps: Callable[[SingleCall], torch.Tensor | None],
+        share: Callable[[Preamble, SingleCall], None],
     ) -> None:
         """``timesteps``: returns those of the schedule that the calls of a model follow, None if it is not known.  ``share``:
         called when a model gets a table.  Both get the program that computes the rows of the model."""
@@ -206,12 +206,6 @@ class HoistedGraph:
         self._whole: CompiledGraph | None = None
         self._of_preamble = tuple_getter(halves.preamble_inputs)
         self._of_main = tuple_getter(halves.main_inputs)
-
-    @property
-    def preamble(self) -> Preamble:
-        """That of the graph, until hoisting ends."""
-        assert self._halves is not None
-        return self._halves[0]
 
     @property
     def programs(self) -> tuple[Program, ...]:
