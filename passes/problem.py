@@ -146,7 +146,7 @@ class Region:
     """A piece of pure compute.  ``key``: digest of its structure; regions with equal keys are lowered once.
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: in the order of the region's
-    inputs.
+    inputs.  ``repeat``: how often its code is called, once for each slice of its values (graph/split.py).
     """
 
     index: int
@@ -156,6 +156,7 @@ class Region:
     nodes: int
     weights: tuple[str, ...]
     cost: RegionCost
+    repeat: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +244,8 @@ class Problem:
             "collectives": [(c.kind, c.nbytes, c.before, c.until) for c in self.collectives],
             "weights": sorted((w.name, w.nbytes, w.dtype, w.shape, w.uses, w.keep is None) for w in self.weights),
         }
+        if any(r.repeat > 1 for r in self.regions):
+            body["repeats"] = [r.repeat for r in self.regions]
         if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
             body["engines"] = engines
         # the keys from before there was a source: a digest stays what it was

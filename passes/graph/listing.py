@@ -11,6 +11,11 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.kernel_calls import operands_of
 from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
+from .slices import Slice
+
+# Key in the meta of a call of a region: how the region is sliced, if it is repeated.
+SLICED = "chunkflow_sliced"
+
 
 def listing(module: GraphModule) -> str:
     """All nodes as text, except inputs without a use."""
@@ -30,7 +35,12 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     if node.op == "call_module":
-        return f"{node.name} = {node.target}({', '.join(_value_text(a, renamed) for a in node.args)})"
+        operands = [_value_text(a, renamed) for a in node.args]
+        if (sliced := node.meta.get(SLICED)) is None:
+            return f"{node.name} = {node.target}({', '.join(operands)})"
+        taken = [f"{text}{_slice_text(part)}" for text, part in zip(operands, sliced.inputs, strict=True)]
+        written = [(operands[over] if over is not None else "new") + _slice_text(part) for part, over in sliced.writes]
+        return f"{node.name} = {node.target}[{sliced.repeat}]({', '.join(taken)}, out=({', '.join(written)},))"
     named = f"{node.name}: {_shape(node)}" if "val" in node.meta else node.name
     if node.target is operator.getitem:
         return f"{named} = {_value_text(node.args[0], renamed)}[{_value_text(node.args[1], renamed)}]"
@@ -47,6 +57,15 @@ def target_name(node: Node) -> str:
     if callable(node.target):
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target)
+
+
+def _slice_text(part: Slice | None) -> str:
+    """The slices of a value that the calls of a repeated region take, as an index: ``[:, 16 + 4 * i:...]``."""
+    if part is None:
+        return ""
+    before = ":, " * part.dim
+    start = f"{part.offset} + i * {part.size}" if part.offset else f"i * {part.size}"
+    return f"[{before}{start}:][{before}:{part.size}]"
 
 
 def _shape(node: Node) -> str:

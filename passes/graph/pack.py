@@ -57,15 +57,22 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
         unpacking = done.get((region.info.key, places))
         if unpacking is None:
             module = _unpacking(region.module, places)
-            key = structural_key(module, region.info.index)
-            unpacking = done[region.info.key, places] = module, key, cost_at(module, traced)
+            key = structural_key(module, region.info.index, region.sliced)
+            unpacking = done[region.info.key, places] = module, key, cost_at(module, traced, region.sliced)
         module, key, cost = unpacking
         info = replace(region.info, key=key, cost=cost, nodes=region.info.nodes + len(places))
         regions[region.info.name] = replace(region, info=info, module=module)
     sequence = tuple(regions[item.info.name] if isinstance(item, CutRegion) else item for item in cut.sequence)
     ordered: Sequence[Region] = [regions[region.info.name].info for region in cut.regions]
     problem = problem_at(traced, discovery, ordered, sequence)
-    return Cut(traced, discovery, tuple(regions[r.name] for r in ordered), sequence, problem, cut)
+    return replace(
+        cut,
+        discovery=discovery,
+        regions=tuple(regions[r.name] for r in ordered),
+        sequence=sequence,
+        problem=problem,
+        raw=cut,
+    )
 
 
 def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:

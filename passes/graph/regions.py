@@ -45,17 +45,22 @@ from .discover import (
 )
 from .keys import structural_key
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
+from .slices import Sliced
 from .traced import Traced
 
 
 @dataclass(frozen=True)
 class CutRegion:
-    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order."""
+    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order.
+
+    ``sliced``: if its code is called once for each slice of its values (split.py), which ``module`` is the graph of.
+    """
 
     info: Region
     module: GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    sliced: Sliced | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Cut:
     """What was cut, its regions and its top-level nodes.
 
     ``sequence``: the regions, collectives and completions, in program order.  ``raw``: the same with no weight packed, if one
-    is.
+    is.  ``whole``: the same with no region split, if one is.
     """
 
     traced: Traced
@@ -72,6 +77,7 @@ class Cut:
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
     raw: Cut | None = None
+    whole: Cut | None = None
 
     @property
     def source(self) -> GraphModule:
@@ -90,7 +96,8 @@ class Cut:
 
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs are other ones."""
-        costs = {key: cost_at(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
+        regions = {region.info.key: region for region in self.regions}
+        costs = {key: cost_at(region.module, traced, region.sliced) for key, region in regions.items()}
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
         return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
@@ -362,9 +369,10 @@ def _build(
     return CutRegion(info, module, tuple(inputs), outputs)
 
 
-def cost_at(module: GraphModule, traced: Traced) -> RegionCost:
-    """The cost of a region at the sizes of a traced graph."""
-    return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
+def cost_at(module: GraphModule, traced: Traced, sliced: Sliced | None = None) -> RegionCost:
+    """The cost of a region at the sizes of a traced graph: of all its calls, if it is ``sliced``."""
+    cost = region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
+    return cost if sliced is None else cost.repeated(sliced.repeat)
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:

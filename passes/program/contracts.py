@@ -34,8 +34,11 @@ def check_traced(traced: Traced) -> None:
 
 
 def check_cut(cut: Cut) -> None:
-    """Check that no op is lost, only views are computed twice, and regions read only earlier results."""
-    _check_computed(cut)
+    """Check that no op is lost, only views are computed twice, and regions read only earlier results.
+
+    Of a cut with split regions, the ops are those of the cut before.
+    """
+    _check_computed(cut.whole or cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}
     top: list[Node] = []
     for item in cut.sequence:

@@ -96,7 +96,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
     for target, region in program.regions.items():
         held = getattr(program.module, target)
         if held not in keys:
-            keys[held] = structural_key(held, region.info.index)
+            keys[held] = structural_key(held, region.info.index, region.sliced)
         if keys[held] != region.info.key:
             yield f"{target} holds other code than its region"
     inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_view, is_wait_tensor, list_of
+from chunkflow_compile.passes.graph.regions import CutRegion
 from chunkflow_compile.passes.kernel_calls import is_kernel_call, returns_copies, written_by
 
 from .rewrite import Program
@@ -62,7 +63,7 @@ class Effects:
 def program_memory(program: Program) -> Memory:
     """The memory of every value of a program, and its uses."""
     slots = {program.weight_inputs[w.name] for w in program.plan.streamed if w.name in program.weight_inputs}
-    effects = {target: effects_of(region.module) for target, region in program.regions.items()}
+    effects = {target: _effects(region) for target, region in program.regions.items()}
     of = {node.name: frozenset({node.name}) for node in program.module.graph.nodes}
     uses: dict[str, Uses] = {}
     for node in program.module.graph.nodes:
@@ -98,6 +99,14 @@ def _output(node: Node, effects: Mapping[str, Effects], of: Mapping[str, frozens
         operand = call.args[place] if isinstance(place, int) and place < len(call.args) else None
         memory |= of[operand.name] if isinstance(operand, Node) else {f"{call.name}.{place}"}
     return frozenset(memory)
+
+
+def _effects(region: CutRegion) -> Effects:
+    if region.sliced is None:
+        return effects_of(region.module)
+    overwritten = [over for _, over in region.sliced.writes]
+    outputs = tuple(frozenset({f"out_{i}" if over is None else over}) for i, over in enumerate(overwritten))
+    return Effects(outputs, frozenset(over for over in overwritten if over is not None))
 
 
 def effects_of(module: GraphModule) -> Effects:

@@ -44,6 +44,7 @@ from .fidelity import check_data_flow, check_operands, check_order, check_reader
 from .happens_before import EAGER, FORMS, Form, HappensBefore, issued_by
 from .memory import Memory, program_memory
 from .reads import check_reads
+from .repeats import check_repeats
 from .rewrite import Program
 
 CHECKED_STEPS = 2
@@ -150,6 +151,7 @@ def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Ge
         return None
     memory = program_memory(program)
     yield from check_readers(program, memory)
+    yield from check_repeats(program, memory)
     return memory
 
 
