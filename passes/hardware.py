@@ -91,6 +91,9 @@ class Hardware:
     """Bytes of the device's last cache, 0 if there is none to speak of."""
     cache_bandwidth: float = 1e13
     """Bytes/s between the device and that cache."""
+    multiprocessors: int = 0
+    """Streaming multiprocessors, or compute units, of the device; 0 if unknown, as for a CPU.  A GEMM runs in waves of one
+    tile for each."""
     kernel_s: float = 0.0
     """Seconds from the end of a kernel to the start of the next one."""
     node_ranks: int = 0
@@ -304,6 +307,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_masked": (0.01, 1),
     "kernel_s": (0, 0.01),
     "cache_bytes": (0, 1e10),
+    "multiprocessors": (0, 10_000),
     "memory_bytes": (0, 1e13),
     "cache_bandwidth": (1e8, 1e15),
     "memory_bandwidth": (1e8, 1e14),

@@ -106,6 +106,7 @@ class RegionCost:
     ``kernels``: how many there are, with products.
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
+    ``tiles``: of each GEMM of a region that runs on slices, the tiles of a call, and the FLOPs of all calls.
     """
 
     flops: int
@@ -116,6 +117,7 @@ class RegionCost:
     operands: int = 0
     traffic: tuple[tuple[int, int], ...] = ()
     kernels: int = 0
+    tiles: tuple[tuple[int, int], ...] = ()
 
     def repeated(self, times: int) -> RegionCost:
         """The work of a region that runs several times in a row."""
@@ -129,11 +131,19 @@ class RegionCost:
             self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
         )
         others = sum(moved / hardware.rate_of(size) for size, moved in self.traffic)
-        return products + others + self.kernels * hardware.kernel_s + hardware.launch_s
+        return products + self.idle_seconds(hardware) + others + self.kernels * hardware.kernel_s + hardware.launch_s
 
     def gemm_seconds(self, hardware: Hardware) -> float:
         """Of the GEMMs and convolutions among its products."""
         return (self.flops - self.attention) / hardware.flops(self.dtype)
+
+    def idle_seconds(self, hardware: Hardware) -> float:
+        """Of the last waves of ``tiles``, in which some multiprocessors have none.  The rate of GEMMs is that of whole ones,
+        which have many waves."""
+        if not (count := hardware.multiprocessors):
+            return 0.0
+        idle = sum(flops * (-(-tiles // count) * count / tiles - 1) for tiles, flops in self.tiles)
+        return idle / hardware.flops(self.dtype)
 
     def attention_seconds(self, hardware: Hardware) -> float:
         """Of the attention among its products; a mask makes it slower."""
@@ -282,5 +292,5 @@ def _weight(*, source: Mapping[str, Any], **more: Any) -> Weight:
 
 
 def _region(*, weights: list[str], cost: Mapping[str, Any], **more: Any) -> Region:
-    traffic = tuple((size, moved) for size, moved in cost["traffic"])
-    return Region(weights=tuple(weights), cost=RegionCost(**{**cost, "traffic": traffic}), **more)
+    pairs = {name: tuple((first, second) for first, second in cost.get(name, ())) for name in ("traffic", "tiles")}
+    return Region(weights=tuple(weights), cost=RegionCost(**{**cost, **pairs}), **more)

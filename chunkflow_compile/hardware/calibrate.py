@@ -190,6 +190,7 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     yield "eta_memory", 1.0, "1: the bandwidth is measured, not nominal"
     card = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     yield "memory_bytes", 0 if card is None else card.total_memory, "as the driver says; 0 on a CPU"
+    yield "multiprocessors", 0 if card is None else card.multi_processor_count, "as the driver says; 0 on a CPU"
     cache = 0 if card is None else card.L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
     inside = cache_rate(source[: cache // 16], partial(_in_a_row, device)) if cache else rate

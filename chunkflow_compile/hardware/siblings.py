@@ -57,6 +57,7 @@ class Sibling:
             "memory_bandwidth": (self.bandwidth, "data sheet"),
             "memory_bytes": (self.memory * GIB, f"data sheet: {self.memory} GB"),
             "cache_bytes": (self.cache_bytes, "data sheet or architecture whitepaper: L2"),
+            "multiprocessors": (mine, "data sheet: streaming multiprocessors"),
             "cache_bandwidth": (
                 cache * self.bandwidth,
                 f"assumption: as {like.name}, the L2 moves {cache:.1f} times the bytes of the memory after it",

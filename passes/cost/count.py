@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import prod
 
 import torch
 from torch.fx import GraphModule, Node
@@ -36,6 +37,8 @@ _PRODUCTS = frozenset(
         "torchao::int_scaled_matmul",
     )
 )
+# Rows and columns of a tile of a GEMM: those of cuBLAS for large ones on Hopper.  It takes smaller ones for small GEMMs.
+_TILE = (128, 256)
 
 
 def region_cost(values: Values, fused: bool = True) -> RegionCost:
@@ -60,6 +63,17 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
         dtype=_most(+by_dtype, "float32"),
         op=_most(+by_op, ""),
     )
+
+
+def gemm_tiles(values: Values) -> tuple[tuple[int, int], ...]:
+    """Tiles of the result of each GEMM of a region, and its FLOPs."""
+    found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
+    gemms = [(tensors(values[node])[0].shape, flops) for node, flops in found if flops and _is_gemm(node, values)]
+    return tuple((-(-shape[-2] // _TILE[0]) * -(-shape[-1] // _TILE[1]) * prod(shape[:-2]), f) for shape, f in gemms)
+
+
+def _is_gemm(node: Node, values: Values) -> bool:
+    return _kind(node, values) == "matmul" and len(tensors(values[node])) == 1 and tensors(values[node])[0].dim() > 1
 
 
 def node_flops(node: Node, values: Values) -> int:

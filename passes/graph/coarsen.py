@@ -155,4 +155,5 @@ def _sum(costs: Iterable[RegionCost]) -> RegionCost:
         operands=sum(c.operands for c in costs),
         traffic=tuple(sorted(traffic.items())),
         kernels=sum(c.kernels for c in costs),
+        tiles=tuple(tile for c in costs for tile in c.tiles),
     )

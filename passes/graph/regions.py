@@ -26,7 +26,7 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.passes.cost.count import region_cost
+from chunkflow_compile.passes.cost.count import gemm_tiles, region_cost
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.packing import Layout
@@ -371,8 +371,12 @@ def _build(
 
 def cost_at(module: GraphModule, traced: Traced, sliced: Sliced | None = None) -> RegionCost:
     """The cost of a region at the sizes of a traced graph: of all its calls, if it is ``sliced``."""
-    cost = region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
-    return cost if sliced is None else cost.repeated(sliced.repeat)
+    values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
+    cost = region_cost(values, traced.fused)
+    if sliced is None:
+        return cost
+    tiles = tuple((count, flops * sliced.repeat) for count, flops in gemm_tiles(values))
+    return replace(cost.repeated(sliced.repeat), tiles=tiles)
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:
