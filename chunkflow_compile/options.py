@@ -80,6 +80,7 @@ class BackendOptions(PipelineOptions, total=False):
     """All options of the backend, with those that a pipeline's budget decides for each component."""
 
     memory: Size | None
+    weight_memory: Size | None
     slowdown: float | None
     policy: Policy
     arena: Arena | None
@@ -91,11 +92,15 @@ class Options:
     """The options of the backend.  All sizes are in bytes."""
 
     memory: Size | None = None
-    """Budget for weights on the device (arena and residents), as bytes or "8GiB".  Picks the fastest plan within it."""
+    """Budget for everything on the device, weights and activations together, as bytes or "8GiB".  Picks the fastest plan
+    within it.  Activations are predicted for the sizes of the inputs."""
+
+    weight_memory: Size | None = None
+    """Budget for weights on the device (arena and residents) alone, in place of memory."""
 
     slowdown: float | None = None
     """Longest predicted step, relative to the step with all weights resident.  Picks the smallest plan within it.  1.02
-    if neither this nor memory is set."""
+    if neither this nor a budget is set."""
 
     hardware: str | Path | None = None
     """The machine to plan for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  By default
@@ -229,8 +234,8 @@ class Options:
         _ = self.goal
         if self.pack is True and self.policy == "resident":
             raise ChunkflowError("pack=True with policy='resident', which copies nothing: leave out one of the two.")
-        if self.plan is not None and (self.memory is not None or self.slowdown is not None):
-            raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
+        if self.plan is not None and (self.goal.memory is not None or self.slowdown is not None):
+            raise ChunkflowError("Give a plan or a goal for one (memory, weight_memory, slowdown), not both.")
         if self.plan is not None and self.replan_after:
             raise ChunkflowError("Give a plan or replan_after, not both: replan_after would replace the plan.")
         self.pin_bytes()
@@ -240,7 +245,7 @@ class Options:
     def goal(self) -> Goal:
         """What plans are made for."""
         hoist = self.hoist if self.hoist is False or self.hoist == "auto" else True
-        return Goal.given(self.memory, self.slowdown, self.policy, self.yields, self.pack, hoist)
+        return Goal.given(self.memory, self.weight_memory, self.slowdown, self.policy, self.yields, self.pack, hoist)
 
     def debugging(self) -> frozenset[str]:
         """The names in ``debug``."""

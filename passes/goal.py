@@ -16,7 +16,8 @@ DEFAULT_SLOWDOWN = 1.02
 class Goal:
     """What plans are made for: the fastest plan within a budget, or the smallest whose step is short enough.
 
-    ``memory``: the budget, most bytes of weights on the device.  ``slowdown``: the longest predicted step, as a multiple of
+    ``memory``: the budget, most bytes on the device: of weights and activations if ``activations`` is set, else of weights
+    alone.  ``slowdown``: the longest predicted step, as a multiple of
     the step with all weights resident; see :attr:`longest`.  ``policy``: places the weights.  ``yields``: how copies avoid
     collectives.
     ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
@@ -30,6 +31,7 @@ class Goal:
     """
 
     memory: int | None = None
+    activations: bool = False
     slowdown: float | None = None
     policy: Policy = "chunkflow"
     yields: Yield = "auto"
@@ -39,7 +41,7 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.slowdown is not None:
-            raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
+            raise ChunkflowError(f"Give {self.option} or slowdown, not both: each determines the other.")
         if self.slowdown is not None and not self.slowdown >= 1:
             raise ChunkflowError(
                 f"Option slowdown={self.slowdown} is below 1: no plan beats all weights on the device."
@@ -56,12 +58,40 @@ class Goal:
 
     @staticmethod
     def given(
-        memory: Size | None, slowdown: float | None, policy: Policy, yields: Yield, pack: Pack, hoist: Hoist = False
+        memory: Size | None,
+        weight_memory: Size | None,
+        slowdown: float | None,
+        policy: Policy,
+        yields: Yield,
+        pack: Pack,
+        hoist: Hoist = False,
     ) -> Goal:
-        """The goal that a user gives.  Raises ChunkflowError also if ``memory`` is not a size."""
-        budget = None if memory is None else 0  # what excludes each other is reported before a missing unit
-        goal = Goal(memory=budget, slowdown=slowdown, policy=policy, yields=yields, pack=pack, hoist=hoist)
-        return goal if memory is None else replace(goal, memory=parse_bytes(memory, "memory"))
+        """The goal that a user gives.  Raises ChunkflowError also if both budgets are given, or if one is not a size."""
+        if memory is not None and weight_memory is not None:
+            raise ChunkflowError(
+                "Give memory, for weights and activations, or weight_memory, for weights alone, not both."
+            )
+        given = weight_memory if memory is None else memory
+        budget = None if given is None else 0  # what excludes each other is reported before a missing unit
+        goal = Goal(
+            memory=budget,
+            activations=memory is not None,
+            slowdown=slowdown,
+            policy=policy,
+            yields=yields,
+            pack=pack,
+            hoist=hoist,
+        )
+        return goal if given is None else replace(goal, memory=parse_bytes(given, goal.option))
+
+    @property
+    def option(self) -> str:
+        """The name of the option that sets the budget."""
+        return "memory" if self.activations else "weight_memory"
+
+    def counted(self, live_bytes: int) -> int:
+        """Of so many bytes of activations, those that count against the budget."""
+        return live_bytes if self.activations else 0
 
     @property
     def longest(self) -> float:
@@ -77,7 +107,13 @@ class Goal:
             return self
         yields, hoist = (self.yields, self.hoist) if other.policy == "chunkflow" else (other.yields, False)
         return replace(
-            self, memory=other.memory, slowdown=other.slowdown, policy=other.policy, yields=yields, hoist=hoist
+            self,
+            memory=other.memory,
+            activations=other.activations,
+            slowdown=other.slowdown,
+            policy=other.policy,
+            yields=yields,
+            hoist=hoist,
         )
 
 

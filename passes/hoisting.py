@@ -129,19 +129,19 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
     return None
 
 
-def rows_within(halves: Halves, memory: int | None, repeats: Repeats | None = None) -> int:
-    """How many rows a table holds at most.  ``memory``: the budget of the model.  ``repeats``: the blocks, each with a table,
+def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
+    """How many rows a table holds at most.  ``goal``: of the model.  ``repeats``: the blocks, each with a table,
     which share their part of it.  Raises ChunkflowError if it has no room for one row of each."""
-    if memory is None:
+    if (memory := goal.memory) is None:
         return MOST_ROWS
-    row_bytes, share = halves.row_bytes, memory
+    option, row_bytes, share = goal.option, halves.row_bytes, memory
     if repeats is not None and repeats.goal.memory is not None:
         row_bytes, share = row_bytes * repeats.count, repeats.goal.memory
     if (most := share // _SHARE_OF_ROWS // row_bytes) < 1:
         least = -(-_SHARE_OF_ROWS * row_bytes * max(1, memory) // max(1, share))
         raise ChunkflowError(
-            f"hoist=True keeps rows of {size(row_bytes)}, and at most a sixteenth of memory={size(memory)} is for "
-            f"them: give memory={enough(least)!r} or more, or leave hoist out."
+            f"hoist=True keeps rows of {size(row_bytes)}, and at most a sixteenth of {option}={size(memory)} is for "
+            f"them: give {option}={enough(least)!r} or more, or leave hoist out."
         )
     return min(MOST_ROWS, most)
 
@@ -151,10 +151,10 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
 
     Raises ChunkflowError if a row does not fit the budget.
     """
-    rows = rows_within(halves, settings.goal.memory, repeats)
+    rows = rows_within(halves, settings.goal, repeats)
     alone = replace(
         settings,
-        goal=replace(settings.goal, memory=None, slowdown=None, hoist=False, peers=False, yields="auto"),
+        goal=replace(settings.goal, memory=None, activations=False, slowdown=None, hoist=False, peers=False, yields="auto"),
         plan=None,
         timings=None,
         preamble=True,

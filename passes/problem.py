@@ -167,6 +167,7 @@ class Region:
     weights: tuple[str, ...]
     cost: RegionCost
     repeat: int = 1
+    live: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +208,11 @@ class Problem:
     def unpacked_bytes(self) -> int:
         """Most bytes of values that a region has unpacked at a time, beside the weights: one weight after the other."""
         return max((w.source.values for w in self.weights), default=0)
+
+    @property
+    def live_bytes(self) -> int:
+        """Most bytes of activations on the device at a time."""
+        return max((r.live for r in self.regions), default=0)
 
     @property
     def piece_bytes(self) -> int:

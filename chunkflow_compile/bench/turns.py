@@ -235,7 +235,7 @@ class Turns:
         self.profile.write_text(self.hardware.to_json())  # with the emulated link
         goals = (self._goal_of(arm, raw, timings)[0] for arm in self.job.arms if arm.hoist)
         memory = min(goal.memory for goal in goals if goal.memory is not None)
-        self._hoisted = self._compilation(hoist=True, memory=memory)
+        self._hoisted = self._compilation(hoist=True, weight_memory=memory)
         self.progress.set_description("measure hoisted regions")
         code = self._hoisted.code
         resident = code.settings.goal.aimed_at(Goal(policy="resident"))
@@ -326,7 +326,7 @@ class Turns:
         settings = code.settings
         options: dict[str, Any] = {"policy": settings.goal.policy, "lowering": self.job.lowering}
         options["chunk_bytes"] = settings.chunk_bytes
-        options |= {} if settings.goal.memory is None else {"memory": settings.goal.memory}
+        options |= {} if settings.goal.memory is None else {settings.goal.option: settings.goal.memory}
         options |= {"pack": True} if code.packed else {}
         options |= {"peers": True} if code.on_peers else {}
         options |= {"hoist": True} if form.hoisted else {}

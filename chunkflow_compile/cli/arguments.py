@@ -48,8 +48,10 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     nodes = "machines that the ranks run on, with equally many ranks on each (default 1)"
     add("--nodes", type=int, default=1, metavar="N", help=nodes)
     goal = parser.add_mutually_exclusive_group()
-    within = "GPU memory for weights, such as 4GiB: makes the fastest plan within it"
+    within = "GPU memory for weights and activations, such as 8GiB: makes the fastest plan within it"
     goal.add_argument("--memory", metavar="SIZE", help=within)
+    alone = "GPU memory for weights alone: makes the fastest plan within it"
+    goal.add_argument("--weight-memory", metavar="SIZE", help=alone)
     slower = (
         "makes the smallest plan whose step takes at most X times as long as with all weights resident (default 1.02)"
     )

@@ -55,8 +55,11 @@ def _curve(arguments: argparse.Namespace) -> int:
     picture = arguments.curve
     if picture:
         check_picture(picture)
-    if arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto":
-        raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
+    goal = arguments.memory or arguments.weight_memory or arguments.slowdown
+    if goal or arguments.weights or arguments.yields != "auto":
+        raise ChunkflowError(
+            "--curve covers all budgets: leave out --memory, --weight-memory, --slowdown, --yield and --weights."
+        )
     if arguments.hoist != "no":
         raise ChunkflowError("--curve plans the whole model for each budget: leave out --hoist.")
     progress = Progress(2)

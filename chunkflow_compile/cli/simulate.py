@@ -31,8 +31,8 @@ _RAW = ("resident", *ONLY_PREDICTED)
 def run(arguments: argparse.Namespace) -> int:
     if arguments.sweep_ulysses is not None:
         return sweep(arguments)
-    if arguments.policy == "layerwise-prefix" and not arguments.memory:
-        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory.")
+    if arguments.policy == "layerwise-prefix" and not (arguments.memory or arguments.weight_memory):
+        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give --memory or --weight-memory.")
     for name in ("pack", "peers", "hoist"):
         if arguments.policy in _RAW and getattr(arguments, name) != "no":
             what = "copies nothing" if arguments.policy == "resident" else "has weights as they are"

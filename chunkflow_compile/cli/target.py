@@ -192,6 +192,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     choose_hardware(arguments)
     return Options(
         memory=arguments.memory,
+        weight_memory=arguments.weight_memory,
         slowdown=arguments.slowdown,
         hardware=arguments.hardware,
         yields=arguments.yields,
@@ -216,7 +217,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
     settings = options.settings()
     if options.goal.pack == "auto" and options.goal.memory is None:
         raise ChunkflowError(
-            "--pack auto chooses for a budget: give --memory, or --pack for all weights that can be packed."
+            "--pack auto chooses for a budget: give --memory or --weight-memory, or --pack for all weights that can be packed."
         )
     if options.hoist and arguments.regional:
         raise ChunkflowError(

@@ -374,11 +374,12 @@ class _Compiler:
         memory, chosen = self.settings.goal.memory, self.chosen
         if not self.pieces or memory is None:
             return
-        outside = self.settings.outside + self.pieces
-        if memory < (least := least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)):
+        goal, problem = self.settings.goal, program.problem
+        outside = self.settings.outside + self.pieces + goal.counted(problem.live_bytes)
+        if memory < (least := least_memory(problem, chosen.profile(), chosen.chunk_bytes, outside)):
             raise ChunkflowError(
-                f"memory={size(memory)} is too little for peers=True: this rank's pieces of weights take "
-                f"{size(self.pieces + program.problem.piece_bytes)} of it. Give memory={enough(least)!r} or more, or "
+                f"{goal.option}={size(memory)} is too little for peers=True: this rank's pieces of weights take "
+                f"{size(self.pieces + problem.piece_bytes)} of it. Give {goal.option}={enough(least)!r} or more, or "
                 "place the model with peers='auto'."
             )
 
@@ -508,6 +509,7 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 
 def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
     """A sentence on what would fit, for the error when there is no room."""
+    outside += goal.counted(program.problem.live_bytes)
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)
-    budget = "No budget was given" if goal.memory is None else f"The budget was memory={size(goal.memory)}"
-    return f"{budget}, and the least that this model runs in is memory={enough(least)!r}. "
+    budget = "No budget was given" if goal.memory is None else f"The budget was {goal.option}={size(goal.memory)}"
+    return f"{budget}, and the least that this model runs in is {goal.option}={enough(least)!r}. "

@@ -310,7 +310,8 @@ def _compile_phase(
     assert placement is not None
     if phase.name not in _STEPPED:  # the memory of its rows would stay taken
         options = {name: value for name, value in options.items() if name != "hoist"}
-    expected = replace(chosen.goal, memory=max(0, budget.usable - kept_by(budget.phases)))
+    # activations are measured, and what is left is for weights
+    expected = replace(chosen.goal, memory=max(0, budget.usable - kept_by(budget.phases)), activations=False)
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module

@@ -139,7 +139,7 @@ class Phase:
         if budget < self.kept:
             raise ChunkflowError("there is no room for any.")
         if programs(self.root):
-            replan(self.root, memory=budget)
+            replan(self.root, weight_memory=budget)
         self.budget = budget
 
     def keep_budget(self) -> None:

@@ -26,6 +26,7 @@ def replan(
     model: nn.Module,
     *,
     memory: Size | None = None,
+    weight_memory: Size | None = None,
     slowdown: float | None = None,
     policy: Policy | None = None,
     plan: str | Path | None = None,
@@ -47,8 +48,11 @@ def replan(
     if not all_programs:
         raise ChunkflowError("No program of this model runs yet: compile it with ChunkFlow and call it first.")
     goal, settings = None, dict[str, Any]()
-    if (memory, slowdown, policy, plan) != (None, None, None, None):
-        chosen = Options(memory=memory, slowdown=slowdown, policy=policy or "chunkflow", plan=plan)
+    if any(given is not None for given in (memory, weight_memory, slowdown, policy, plan)):
+        policy = policy or "chunkflow"
+        chosen = Options(
+            memory=memory, weight_memory=weight_memory, slowdown=slowdown, policy=policy, plan=plan
+        )
         goal, settings["plan"] = chosen.goal, chosen.given_plan()
     elif as_measured:
         settings["plan"] = None  # a plan from a file would run whatever was measured

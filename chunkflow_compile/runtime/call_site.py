@@ -105,7 +105,8 @@ class CallSite:
         settings = self.current.code.settings
         if settings.goal.memory is None:
             return self.model, None
-        return self.model, max(0, settings.goal.memory - settings.outside - self.kept_bytes)
+        live = settings.goal.counted(self.program.problem.live_bytes)
+        return self.model, max(0, settings.goal.memory - live - settings.outside - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
         """It has run, at this cost."""

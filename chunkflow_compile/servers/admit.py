@@ -373,7 +373,7 @@ class _Forecast:
         """The fastest plan within so many bytes of weights on the device."""
         if nbytes not in self.plans:
             chosen = self.settings
-            goal = replace(chosen.goal, memory=nbytes)
+            goal = replace(chosen.goal, memory=nbytes, activations=False)
             self.plans[nbytes] = place(self.problems[0], chosen.hardware, goal, chunk_bytes=chosen.chunk_bytes)
         return self.plans[nbytes]
 

@@ -83,7 +83,8 @@ def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Proble
     """The plan of programs of this problem in turns."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
-        arena = 2 * max(streamed_bytes(finest))  # what weights stream through does not grow with their number
-        goal = replace(goal, memory=arena + max(0, goal.memory - arena) * count // repeats.count)
+        # activations, and what weights stream through, do not grow with their number
+        fixed = goal.counted(finest.live_bytes) + 2 * max(streamed_bytes(finest))
+        goal = replace(goal, memory=fixed + max(0, goal.memory - fixed) * count // repeats.count)
     size = len(problem.regions)
     return plan(repeated(problem, count), goal=goal, ends=range(size, count * size + 1, size))

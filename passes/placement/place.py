@@ -56,12 +56,12 @@ def place(
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against the budget, and
-    so do the largest weight that a region unpacks, and this rank's pieces of weights.  ``arena``: bytes that the arena has in
+    so do the largest weight that a region unpacks, this rank's pieces of weights, and activations if the goal has them.  ``arena``: bytes that the arena has in
     any case, because another program of the model runs in it.
     ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
     Raises ChunkflowError if the budget is below the least that the program needs, or if the timings are of another problem.
     """
-    outside += problem.unpacked_bytes
+    outside += problem.unpacked_bytes + goal.counted(problem.live_bytes)
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), goal, outside, joins)
     builder = Builder(planner, inside, arena)
     if goal.policy == "chunkflow":
@@ -80,7 +80,7 @@ def place(
         plan = builder.plan(*_policy_windows(planner))
     if goal.memory is not None and plan.device_bytes + outside > goal.memory:
         raise ChunkflowError(
-            f"memory={size(goal.memory)} is below the {size(plan.device_bytes + outside)} that policy {goal.policy} takes; "
+            f"{goal.option}={size(goal.memory)} is below the {size(plan.device_bytes + outside)} that policy {goal.policy} takes; "
             "it has no smaller plan."
         )
     return plan
@@ -107,7 +107,7 @@ def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier
 def _prefix(planner: Planner, builder: Builder) -> Plan:
     """Layerwise, with as many of the first blocks resident as fit the budget."""
     if planner.goal.memory is None:
-        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=BYTES.")
+        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give weight_memory=BYTES.")
     placed = layerwise(planner.problem, planner.chunks)
     streamed = planner.play(placed)
     for first, last in block_regions(planner.problem):
@@ -164,10 +164,12 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
         kept = f"{size(planner.kept_bytes - pieces)} of them for"
         if pieces:
             kept = f"{size(pieces)} of them for this rank's pieces of weights, {size(planner.kept_bytes - pieces)} for"
+        option, live = planner.goal.option, planner.goal.counted(planner.problem.live_bytes)
+        kept = f"{size(live)} of them for activations, {kept.replace(' of them', '', 1)}" if live else kept
         raise ChunkflowError(
-            f"memory={size(memory)} is too little: the program needs {size(floor)}, {kept} "
+            f"{option}={size(memory)} is too little: the program needs {size(floor)}, {kept} "
             f"small and tied weights, which stay on the device,{values} and the rest for the streamed weights that one "
-            f"region reads. Give memory={enough(floor)!r} or more, or {finer}."
+            f"region reads. Give {option}={enough(floor)!r} or more, or {finer}."
         )
     return barely
 
