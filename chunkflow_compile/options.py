@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -70,6 +70,7 @@ class PipelineOptions(_Keyword, total=False):
     cudagraphs: CudaGraphsWanted
     pack: Pack
     hoist: Hoist | Sequence[str]
+    split: int | Literal["auto"]
     disable: Sequence[str]
     pin_memory: Size | None
     debug: str | Sequence[str]
@@ -167,6 +168,10 @@ class Options:
     shorter, within memory.  A tuple of names: those of these inputs of forward, and of no others.  Their results are kept on
     the device, in at most a sixteenth of memory."""
 
+    split: int | Literal["auto"] = "auto"
+    """Into how many slices of its tokens a block is split, one after the other, so that fewer bytes of activations are on the
+    device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none."""
+
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
@@ -196,6 +201,8 @@ class Options:
                     f"Option policy={value!r} is only predicted, by chunkflow simulate; it does not run."
                 )
             check_choice(ALIASES.get(name, name), value, allowed)
+        if self.split != "auto" or not isinstance(self.split, str):
+            whole_number(self.split, "Option split", 1)
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":
                 whole_number(getattr(self, name), f"Option {name}", least)
@@ -245,7 +252,9 @@ class Options:
     def goal(self) -> Goal:
         """What plans are made for."""
         hoist = self.hoist if self.hoist is False or self.hoist == "auto" else True
-        return Goal.given(self.memory, self.weight_memory, self.slowdown, self.policy, self.yields, self.pack, hoist)
+        return Goal.given(
+            self.memory, self.weight_memory, self.slowdown, self.policy, self.yields, self.pack, hoist, self.split
+        )
 
     def debugging(self) -> frozenset[str]:
         """The names in ``debug``."""

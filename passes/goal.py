@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Hoist, OnPeers, Pack, Policy, Yield
@@ -26,6 +27,8 @@ class Goal:
     fewer bytes on the device.
     ``hoist``: whether products that no latent reaches are computed once for many steps (graph/hoist.py), so that their
     weights need not be streamed in each; "auto" where a step is then predicted to be shorter.
+    ``split``: into how many slices the tokens of each block are split (graph/split.py), so that fewer bytes of activations are
+    alive; "auto" for as few as a budget of weights and activations needs.
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores a
     field.
     """
@@ -38,6 +41,7 @@ class Goal:
     pack: Pack | frozenset[str] = False
     peers: OnPeers | frozenset[str] = False
     hoist: Hoist = False
+    split: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.slowdown is not None:
@@ -65,6 +69,7 @@ class Goal:
         yields: Yield,
         pack: Pack,
         hoist: Hoist = False,
+        split: int | Literal["auto"] = "auto",
     ) -> Goal:
         """The goal that a user gives.  Raises ChunkflowError also if both budgets are given, or if one is not a size."""
         if memory is not None and weight_memory is not None:
@@ -81,6 +86,7 @@ class Goal:
             yields=yields,
             pack=pack,
             hoist=hoist,
+            split=split,
         )
         return goal if given is None else replace(goal, memory=parse_bytes(given, goal.option))
 

@@ -1,7 +1,7 @@
 """Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
-regions     regions of pure compute between collectives            discover, cut, peers, pack
+regions     regions of pure compute between collectives            discover, cut, peers, split, pack
 planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
@@ -12,10 +12,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.graph.coarsen import Groups, apart, merged
+from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, merged
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
@@ -24,6 +25,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
 from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.splitting import best_split, split_into, splits
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
@@ -190,17 +192,54 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
     names = _packed_weights(finest, settings, judge)
     finest = packed(finest, names)
-    if settings.group_bytes is not None or alone:
+    if alone:
+        return finest
+    return _in_slices(_coarse(finest, settings, names, planned), finest, settings, planned)
+
+
+def _coarse(
+    finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]
+) -> Cut:
+    """The cut in as few regions as a good plan needs.  ``names``: of the packed weights.  ``planned``: see judged."""
+    if settings.group_bytes is not None:
         return finest
     before = _cut_before(finest, settings)
+    budget = goal_of_cut(finest.traced, settings).memory is not None
     groups = before or coarsest(finest, budget, planned)
     if len(groups) == len(finest.regions):
         return finest
-    views = "views" not in settings.disabled
-    again = cut(traced, (finest.raw or finest).discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
-    if settings.goal.peers == "auto" and before is None and not _sharded_now(traced):
+    again = _grouped(finest, groups, settings)
+    if settings.goal.peers == "auto" and before is None and not _sharded_now(finest.traced):
         again = on_peers(again, to_fewer_peers(again, planned, settings.ranks, budget), settings.ranks)
     return packed(again, names)
+
+
+def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
+    """The cut with one region for each group of the finest one, and no weight packed."""
+    views = "views" not in settings.disabled
+    discovery = (finest.raw or finest).discovery
+    return cut(finest.traced, discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+
+
+def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[Problem], Plan]) -> Cut:
+    """The cut with its blocks in slices of their tokens, where ``settings`` ask for it, or the budget needs it.
+
+    ``chosen``: the cut with whole blocks.  ``finest``: of which it was made.  ``planned``: see judged.
+    """
+    wanted, goal = settings.goal.split, goal_of_cut(chosen.traced, settings)
+    if wanted == 1 or (wanted == "auto" and (not goal.activations or goal.memory is None)):
+        return chosen
+    blocks = _grouped(finest, grouped(finest, None), settings)
+
+    def form(cut: Cut) -> Cut:
+        return packed(cut, chosen.packed & packable(cut))
+
+    if wanted != "auto":
+        return form(split_into(blocks, wanted))
+    cuts = chain([chosen], map(form, splits(blocks)))
+    if settings.plan is not None:
+        return next((cut for cut in cuts if cut.problem.digest == settings.plan.problem), chosen)
+    return best_split(cuts, lambda cut: planned(cut.problem))
 
 
 def goal_of_cut(traced: Traced, settings: Settings) -> Goal:

@@ -217,7 +217,8 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
     settings = options.settings()
     if options.goal.pack == "auto" and options.goal.memory is None:
         raise ChunkflowError(
-            "--pack auto chooses for a budget: give --memory or --weight-memory, or --pack for all weights that can be packed."
+            "--pack auto chooses for a budget: give --memory or --weight-memory, or --pack for all weights that can be "
+            "packed."
         )
     if options.hoist and arguments.regional:
         raise ChunkflowError(

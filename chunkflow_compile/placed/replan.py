@@ -50,9 +50,7 @@ def replan(
     goal, settings = None, dict[str, Any]()
     if any(given is not None for given in (memory, weight_memory, slowdown, policy, plan)):
         policy = policy or "chunkflow"
-        chosen = Options(
-            memory=memory, weight_memory=weight_memory, slowdown=slowdown, policy=policy, plan=plan
-        )
+        chosen = Options(memory=memory, weight_memory=weight_memory, slowdown=slowdown, policy=policy, plan=plan)
         goal, settings["plan"] = chosen.goal, chosen.given_plan()
     elif as_measured:
         settings["plan"] = None  # a plan from a file would run whatever was measured

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.graph.listing import SLICED
+from chunkflow_compile.passes.graph.listing import SLICING
 from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
@@ -242,9 +242,9 @@ def _region(target: Target, node: Node, index: int) -> _Compute:
     read = program.problem.regions[index].weights
     number, take = target.number[node], tuple_getter([target.number[operand] for operand in node.args])
     region = target.regions[module]
-    if (sliced := node.meta.get(SLICED)) is not None:
+    if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
-        region = repeated(region, sliced, [output.meta["val"] for output in outputs])
+        region = repeated(region, slicing, [output.meta["val"] for output in outputs])
     # one that is recorded was checked
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.slices import Sliced
+from chunkflow_compile.passes.graph.regions import Slicing
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
@@ -49,27 +49,23 @@ def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
 
 
 def repeated(
-    region: Callable[..., Sequence[Any]], sliced: Sliced, values: Sequence[torch.Tensor]
+    region: Callable[..., Sequence[Any]], slicing: Slicing, values: Sequence[torch.Tensor]
 ) -> Callable[..., Sequence[Any]]:
     """Wrap the code of a repeated region, which is called for one slice after the other.
 
     ``values``: what its outputs are like; those with memory of their own are allocated in each call.
     """
-    fresh = [value for value, (_, over) in zip(values, sliced.writes, strict=True) if over is None]
-    parts = [*sliced.inputs, *(part for part, over in sliced.writes if over is None)]
+    fresh = [value for value, (_, over) in zip(values, slicing.writes, strict=False) if over is None]
+    parts = [*slicing.inputs, *(part for part, over in slicing.writes if over is None)]
 
     def call(*args: Any) -> Sequence[Any]:
         made = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in fresh]
-        whole = (*args, *made)
-        for i in range(sliced.repeat):
-            region(
-                *(
-                    value if part is None else value.narrow(part.dim, part.offset + i * part.size, part.size)
-                    for value, part in zip(whole, parts, strict=True)
-                )
-            )
+        returned: Sequence[Any] = ()
+        for i in range(slicing.repeat):
+            taken = zip((*args, *made), parts, strict=True)
+            returned = region(*(value if part is None else part.of(value, i) for value, part in taken))
         own = iter(made)
-        return [next(own) if over is None else args[over] for _, over in sliced.writes]
+        return [next(own) if over is None else args[over] for _, over in slicing.writes] or returned
 
     return call
 

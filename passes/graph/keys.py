@@ -11,14 +11,14 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.kernel_calls import is_kernel_call, operands_of, source_key
 
 
-def structural_key(module: GraphModule, index: int, sliced: object = None) -> str:
+def structural_key(module: GraphModule, index: int, slicing: object = None) -> str:
     """Digest of a region's ops, constants, wiring and tensor metadata, but not of the names of nodes.
 
     A region that holds more than ATen ops (a nested graph, a user's function) never equals another: its key includes
-    ``index``.  ``sliced``: how it is repeated, if it is.
+    ``index``.  ``slicing``: how it is repeated, if it is.
     """
     number: dict[Node, int] = {}
-    lines: list[str] = [] if sliced is None else [repr(sliced)]
+    lines: list[str] = [] if slicing is None else [repr(slicing)]
     for node in module.graph.nodes:
         number[node] = len(number)
         args = torch.fx.map_arg((node.args, tuple(sorted(operands_of(node).items()))), lambda n: f"%{number[n]}")

@@ -14,7 +14,7 @@ from chunkflow_compile.passes.ops import transfer_of, transfer_text
 from .slices import Slice
 
 # Key in the meta of a call of a region: how the region is sliced, if it is repeated.
-SLICED = "chunkflow_sliced"
+SLICING = "chunkflow_slicing"
 
 
 def listing(module: GraphModule) -> str:
@@ -36,11 +36,11 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
         return f"{node.name} = self.{node.target}"
     if node.op == "call_module":
         operands = [_value_text(a, renamed) for a in node.args]
-        if (sliced := node.meta.get(SLICED)) is None:
+        if (slicing := node.meta.get(SLICING)) is None:
             return f"{node.name} = {node.target}({', '.join(operands)})"
-        taken = [f"{text}{_slice_text(part)}" for text, part in zip(operands, sliced.inputs, strict=True)]
-        written = [(operands[over] if over is not None else "new") + _slice_text(part) for part, over in sliced.writes]
-        return f"{node.name} = {node.target}[{sliced.repeat}]({', '.join(taken)}, out=({', '.join(written)},))"
+        taken = [f"{text}{_slice_text(part)}" for text, part in zip(operands, slicing.inputs, strict=True)]
+        written = [(operands[over] if over is not None else "new") + _slice_text(part) for part, over in slicing.writes]
+        return f"{node.name} = {node.target}[{slicing.repeat}]({', '.join(taken)}, out=({', '.join(written)},))"
     named = f"{node.name}: {_shape(node)}" if "val" in node.meta else node.name
     if node.target is operator.getitem:
         return f"{named} = {_value_text(node.args[0], renamed)}[{_value_text(node.args[1], renamed)}]"

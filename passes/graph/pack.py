@@ -57,8 +57,8 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
         unpacking = done.get((region.info.key, places))
         if unpacking is None:
             module = _unpacking(region.module, places)
-            key = structural_key(module, region.info.index, region.sliced)
-            unpacking = done[region.info.key, places] = module, key, cost_at(module, traced, region.sliced)
+            key = structural_key(module, region.info.index, region.slicing)
+            unpacking = done[region.info.key, places] = module, key, cost_at(module, traced, region.slicing)
         module, key, cost = unpacking
         info = replace(region.info, key=key, cost=cost, nodes=region.info.nodes + len(places))
         regions[region.info.name] = replace(region, info=info, module=module)

@@ -45,22 +45,37 @@ from .discover import (
 )
 from .keys import structural_key
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
-from .slices import Sliced
+from .slices import Slice
 from .traced import Traced
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the values of a repeated region are taken.  ``repeat``: its calls.  ``inputs``: the slice of each input, None for
+    one that every call takes whole.
+
+    ``writes``: for each output its slice, and the position of the input that it overwrites, None for memory of its own.
+    After its inputs, the region's code takes the slices of the outputs with memory of their own; it returns nothing.  Code
+    that is called once may return its outputs: ``writes`` is empty then.
+    """
+
+    repeat: int
+    inputs: tuple[Slice | None, ...]
+    writes: tuple[tuple[Slice, int | None], ...]
 
 
 @dataclass(frozen=True)
 class CutRegion:
     """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order.
 
-    ``sliced``: if its code is called once for each slice of its values (split.py), which ``module`` is the graph of.
+    ``slicing``: if its code is called once for each slice of its values (split.py), which ``module`` is the graph of.
     """
 
     info: Region
     module: GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
-    sliced: Sliced | None = None
+    slicing: Slicing | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ class Cut:
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs are other ones."""
         regions = {region.info.key: region for region in self.regions}
-        costs = {key: cost_at(region.module, traced, region.sliced) for key, region in regions.items()}
+        costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
         return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
@@ -369,14 +384,14 @@ def _build(
     return CutRegion(info, module, tuple(inputs), outputs)
 
 
-def cost_at(module: GraphModule, traced: Traced, sliced: Sliced | None = None) -> RegionCost:
-    """The cost of a region at the sizes of a traced graph: of all its calls, if it is ``sliced``."""
+def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
+    """The cost of a region at the sizes of a traced graph: of all its calls, if it is ``slicing``."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
     cost = region_cost(values, traced.fused)
-    if sliced is None:
+    if slicing is None:
         return cost
-    tiles = tuple((count, flops * sliced.repeat) for count, flops in gemm_tiles(values))
-    return replace(cost.repeated(sliced.repeat), tiles=tiles)
+    tiles = tuple((count, flops * slicing.repeat) for count, flops in gemm_tiles(values))
+    return replace(cost.repeated(slicing.repeat), tiles=tiles)
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:

@@ -12,20 +12,22 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.problem import Region
 
 from .discover import collective_kind, is_view, is_wait_tensor, nbytes
 from .keys import structural_key
-from .regions import Cut, CutRegion, cost_at, problem_at
-from .slices import Phase, Sliced, phases
+from .regions import Cut, CutRegion, Slicing, cost_at, problem_at
+from .slices import Phase, Whole, phases
 
 _aten = torch.ops.aten
+_COPIES = (_aten.clone.default, _aten._to_copy.default)
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.convolution.default)
 
 
@@ -36,7 +38,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
     """
     cut = cut.whole or cut
     owned = _owned(cut)
-    made = dict[object, tuple[CutRegion, tuple[Phase, ...]]]()
+    made = dict[object, tuple[CutRegion, tuple[_Calls, ...]]]()
     sequence, regions = list[CutRegion | Node](), list[CutRegion]()
     for item in cut.sequence:
         if isinstance(item, Node):
@@ -46,47 +48,112 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
         if (repeat := repeats.get(item.info.key, 1)) > 1:
             mine = owned[item.info.index]
             if (item.info.key, mine) not in made:
-                made[item.info.key, mine] = item, phases(item.module, repeat, mine)
+                found = phases(item.module, repeat, mine)
+                made[item.info.key, mine] = item, tuple(_calls(item.module, found))
             new = [*_regions(cut, item, *made[item.info.key, mine])]
         for region in new:
             info = replace(region.info, index=len(regions), name=f"region_{len(regions)}")
             regions.append(replace(region, info=info))
             sequence.append(regions[-1])
     problem = problem_at(cut.traced, cut.discovery, [r.info for r in regions], sequence)
-    return replace(
-        cut, regions=tuple(regions), sequence=tuple(sequence), problem=problem, raw=None, whole=cut
-    )
+    return replace(cut, regions=tuple(regions), sequence=tuple(sequence), problem=problem, raw=None, whole=cut)
 
 
-def _regions(cut: Cut, region: CutRegion, like: CutRegion, made: tuple[Phase, ...]) -> Iterator[CutRegion]:
+def why_whole(region: CutRegion, repeat: int) -> str:
+    """Why a region cannot be split into so many slices, in a sentence; empty if it can."""
+    try:
+        _ = [*_calls(region.module, phases(region.module, repeat, ()))]
+    except Whole as error:
+        return str(error)
+    return ""
+
+
+def _regions(cut: Cut, region: CutRegion, like: CutRegion, made: Sequence[_Calls]) -> Iterator[CutRegion]:
     """The regions of a region.  ``like``: an equal region, of whose graph the phases are."""
     source = {node.name: node for node in cut.source.graph.nodes}
-    mine = list(region.module.graph.nodes)
-    of = dict(zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True))
-    of |= {node: source[node.name] for node in mine if node not in of and node.name in source}
-    value = {theirs: of.get(node) for theirs, node in zip(like.module.graph.nodes, mine, strict=True)}
+    theirs, mine = like.module.graph.nodes, region.module.graph.nodes
+    inputs = zip(like.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
+    value: dict[Node, Node] = dict(inputs)
+    for node, other in zip(theirs, mine, strict=True):
+        if node not in value and other.name in source:
+            value[node] = source[other.name]
     weights = {w.node: w.parameter.name for w in cut.discovery.weights}
-    for phase in made:
-        sliced = None
-        if phase.writes:
-            sliced = Sliced(phase.repeat, phase.slices, tuple((w.slice, w.over) for w in phase.writes))
-        inputs, outputs = (tuple(_found(value[node]) for node in nodes) for nodes in (phase.inputs, phase.outputs))
+    parts = Graph()
+    for calls in made:
+        for part, whole in calls.parts.items():
+            value[part] = placeholder = parts.placeholder(f"{value[whole].name}_{part.name}")
+            placeholder.meta = {"val": whole.meta["val"]}
+        taken, module = tuple(map(value.__getitem__, calls.inputs)), calls.module
         info = Region(
             index=0,
             name="",
-            key=structural_key(phase.module, region.info.index, sliced),
+            key=structural_key(module, region.info.index, calls.slicing),
             block=region.info.block,
-            nodes=sum(node.op == "call_function" for node in phase.module.graph.nodes),
-            weights=tuple(weights[node] for node in inputs if node in weights),
-            cost=cost_at(phase.module, cut.traced, sliced),
-            repeat=phase.repeat,
+            nodes=sum(node.op == "call_function" for node in module.graph.nodes),
+            weights=tuple(dict.fromkeys(weights[node] for node in taken if node in weights)),
+            cost=cost_at(module, cut.traced, calls.slicing),
+            repeat=1 if calls.slicing is None else calls.slicing.repeat,
         )
-        yield CutRegion(info, phase.module, inputs, outputs, sliced)
+        yield CutRegion(info, module, taken, tuple(map(value.__getitem__, calls.outputs)), calls.slicing)
 
 
-def _found(node: Node | None) -> Node:
-    assert node is not None, "what phases hand over is a value of the traced graph"
-    return node
+@dataclass(frozen=True)
+class _Calls:
+    """A phase as a region has it.  ``parts``: outputs that are values of which later phases write the rest -> the values."""
+
+    module: GraphModule
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    slicing: Slicing | None
+    parts: Mapping[Node, Node]
+
+
+def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
+    """The phases of a region's graph, with a node for each state of a value that several of them write."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    left = Counter(write.value for phase in found for write in phase.writes)
+    begun, states = dict[Node, Node](), Graph()
+    for phase in found:
+        if not phase.writes:
+            slicing = Slicing(1, phase.slices, ()) if any(phase.slices) else None
+            yield _Calls(phase.module, phase.inputs, phase.outputs, slicing, {})
+            continue
+        if len({write.value for write in phase.writes}) < len(phase.writes):
+            raise Whole("The graph cannot be computed in slices: two streams of tokens have the same length.")
+        inputs, slices, outputs, parts = [*phase.inputs], [*phase.slices], list[Node](), dict[Node, Node]()
+        over = list[int | None]()
+        for write in phase.writes:
+            if write.over is not None:
+                over.append(list(zip(inputs, slices, strict=True)).index((placeholders[write.over], write.slice)))
+            elif write.value in begun:  # an input, too, which the calls overwrite
+                over.append(len(inputs))
+                inputs.append(begun[write.value])
+                slices.append(write.slice)
+            else:
+                over.append(None)
+            left[write.value] -= 1
+            outputs.append(write.value)
+            if left[write.value]:
+                outputs[-1] = begun[write.value] = part = states.placeholder(f"part_{left[write.value]}")
+                parts[part] = write.value
+        writes = tuple((write.slice, place) for write, place in zip(phase.writes, over, strict=True))
+        graph = _with_inputs_first(phase, [place is not None and write.over is None for write, place in zip(phase.writes, over, strict=True)])
+        yield _Calls(graph, tuple(inputs), tuple(outputs), Slicing(phase.repeat, tuple(slices), writes), parts)
+
+
+def _with_inputs_first(phase: Phase, begun: Sequence[bool]) -> GraphModule:
+    """The graph of a phase with the destinations of values that are ``begun`` before those of values with new memory."""
+    fresh = [is_begun for write, is_begun in zip(phase.writes, begun, strict=True) if write.over is None]
+    if not any(fresh) or all(fresh):
+        return phase.module
+    graph = Graph()
+    graph.output(graph.graph_copy(phase.module.graph, {}))
+    destinations = graph.find_nodes(op="placeholder")[len(phase.inputs) :]
+    first = destinations[0]
+    for destination, is_begun in zip(destinations, fresh, strict=True):
+        if is_begun and destination is not first:
+            first.prepend(destination)
+    return GraphModule(phase.module, graph)
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
@@ -118,6 +185,9 @@ def _allocates(node: Node) -> bool:
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False
+    if node.target in _COPIES:  # to another type or layout
+        (source,) = (n.meta["val"] for n in node.all_input_nodes)
+        return (source.dtype, source.stride()) != (node.meta["val"].dtype, node.meta["val"].stride())
     size = nbytes(node)
     operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return node.target in _PRODUCTS or sum(n.op != "get_attr" and nbytes(n) >= size for n in operands) > 1

@@ -33,7 +33,7 @@ def check_order(program: Program) -> Iterator[str]:
         yield _first_difference("region", expected, regions)
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     for call, region in zip(calls, program.problem.regions, strict=False):
-        reads = tuple(weights[str(a)] for a in call.args if str(a) in weights)
+        reads = tuple(dict.fromkeys(weights[str(a)] for a in call.args if str(a) in weights))
         if call.name == region.name and reads != region.weights:
             ours, theirs = (", ".join(names) or "no weight" for names in (reads, region.weights))
             yield f"{region.name} reads {ours}, but the traced graph has {theirs} there"
@@ -96,7 +96,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
     for target, region in program.regions.items():
         held = getattr(program.module, target)
         if held not in keys:
-            keys[held] = structural_key(held, region.info.index, region.sliced)
+            keys[held] = structural_key(held, region.info.index, region.slicing)
         if keys[held] != region.info.key:
             yield f"{target} holds other code than its region"
     inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}

@@ -102,9 +102,9 @@ def _output(node: Node, effects: Mapping[str, Effects], of: Mapping[str, frozens
 
 
 def _effects(region: CutRegion) -> Effects:
-    if region.sliced is None:
+    if region.slicing is None or not region.slicing.writes:
         return effects_of(region.module)
-    overwritten = [over for _, over in region.sliced.writes]
+    overwritten = [over for _, over in region.slicing.writes]
     outputs = tuple(frozenset({f"out_{i}" if over is None else over}) for i, over in enumerate(overwritten))
     return Effects(outputs, frozenset(over for over in overwritten if over is not None))
 

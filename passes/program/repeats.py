@@ -1,6 +1,7 @@
 """Repeats: prove that the calls of a repeated region (graph/split.py) keep out of each other's values.
 
-* Each call takes slices inside the values, and the slices of an output cover it without overlap.
+* Each call takes slices inside the values.  What several calls, or several regions, write of an output does not overlap, and
+  is all of it before anything reads it.
 * Memory that a call overwrites is read by no other call of the region: no input lies in it but the one that is overwritten,
   of which each call reads the slice that it overwrites.
 * Overwritten memory is no input of the program, and what was in it is read by no later op and is no result.
@@ -11,13 +12,14 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.fx import Node
 
-from chunkflow_compile.passes.graph.listing import SLICED
-from chunkflow_compile.passes.graph.slices import Slice, Sliced
+from chunkflow_compile.passes.graph.listing import SLICING
+from chunkflow_compile.passes.graph.regions import Slicing
+from chunkflow_compile.passes.graph.slices import Slice
 
 from .memory import Memory
 from .rewrite import Program
@@ -28,49 +30,90 @@ def check_repeats(program: Program, memory: Memory) -> Iterator[str]:
     nodes = list(program.module.graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     inputs = {node.name for node in nodes if node.op == "placeholder"}
+    written = dict[Node, _Written]()
     for node in nodes:
-        if (region := program.regions.get(str(node.target))) is None or node.op != "call_module":
+        region = program.regions.get(str(node.target)) if node.op == "call_module" else None
+        slicing = node.meta.get(SLICING)
+        if region is not None and slicing != region.slicing:
+            yield f"{node.name} is in slices {slicing}, but its region in {region.slicing}"
             continue
-        sliced = node.meta.get(SLICED)
-        if sliced != region.sliced:
-            yield f"{node.name} is sliced as {sliced}, but its region as {region.sliced}"
-        elif sliced is not None:
-            yield from _check_slices(node, sliced)
-            yield from _check_overwritten(node, sliced, memory, number, inputs)
+        if slicing is not None and not _fit(node, slicing):
+            yield f"{node.name} has {len(node.args)} inputs and {len(node.users)} outputs, but other slices: {slicing}"
+            continue
+        yield from _check_complete(node, slicing, written)
+        if slicing is not None:
+            yield from _check_slices(node, slicing, written)
+            yield from _check_overwritten(node, slicing, memory, number, inputs)
 
 
-def _check_slices(node: Node, sliced: Sliced) -> Iterator[str]:
-    if len(sliced.inputs) != len(node.args):
-        yield f"{node.name} has {len(node.args)} inputs, but slices of {len(sliced.inputs)}"
-        return
-    for operand, part in zip(node.args, sliced.inputs, strict=True):
-        if part is not None and isinstance(operand, Node) and not _inside(operand, part, sliced.repeat):
-            yield f"{node.name}: a call takes a slice of {operand.name} beyond its end: {part}"
+def _fit(node: Node, slicing: Slicing) -> bool:
+    written = len(slicing.writes) == len(node.users) or (not slicing.writes and slicing.repeat == 1)
+    return written and len(slicing.inputs) == len(node.args)
+
+
+# The parts of a value that have been written, as pairs of first element and end along a dimension.
+_Written = frozenset[tuple[int, int, int]]
+
+
+def _check_complete(node: Node, slicing: Slicing | None, written: Mapping[Node, _Written]) -> Iterator[str]:
+    """Check that all of what a node reads was written."""
+    overwritten = set() if slicing is None else {over for _, over in slicing.writes}
+    for place, operand in enumerate(node.args if slicing is not None else node.all_input_nodes):
+        if operand in written and place not in overwritten and not _is_all(operand, written[operand]):
+            yield f"{operand.name}: {node.name} reads it, but its calls write only {_text(written[operand])} of it"
+
+
+def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -> Iterator[str]:
+    """Check that slices lie in their values, and no element is written twice.  Adds to what is ``written``."""
+    for operand, part in zip(node.args, slicing.inputs, strict=True):
+        if part is not None and isinstance(operand, Node) and not _inside(operand, part, slicing.repeat):
+            yield f"{operand.name}: {node.name} takes slices of it beyond its end: {part}, {slicing.repeat} times"
     elements = {user.args[1]: user for user in node.users}
-    for i, (part, over) in enumerate(sliced.writes):
-        if (element := elements.get(i)) is None:
+    for i, (part, over) in enumerate(slicing.writes):
+        element, before = elements[i], node.args[over] if over is not None else None
+        if not _inside(element, part, slicing.repeat):
+            yield f"{element.name}: {node.name} writes slices of it beyond its end: {part}, {slicing.repeat} times"
             continue
-        if over is None and not _covers(element, part, sliced.repeat):
-            yield f"{node.name}: its calls do not write all of {element.name}: {part}, {sliced.repeat} times"
-        if over is not None and not _inside(element, part, sliced.repeat):
-            yield f"{node.name}: a call writes a slice of {element.name} beyond its end: {part}"
+        begin, end = part.offset, part.offset + part.size * slicing.repeat
+        earlier = written.get(before, frozenset()) if isinstance(before, Node) else frozenset()
+        if isinstance(before, Node) and before not in written:  # it had its values
+            continue
+        if any(dim != part.dim or (first < end and begin < last) for dim, first, last in earlier):
+            yield f"{element.name}: {node.name} writes {begin} to {end} of it, of which {_text(earlier)} is written already"
+        written[element] = earlier | {(part.dim, begin, end)}
+
+
+def _is_all(value: Node, parts: _Written) -> bool:
+    """Whether parts, which do not overlap, are all of a value."""
+    dim = next(iter(parts))[0]
+    return sum(end - begin for _, begin, end in parts) == value.meta["val"].shape[dim]
+
+
+def _text(parts: _Written) -> str:
+    return ", ".join(f"{begin} to {end}" for _, begin, end in sorted(parts))
+
+
+def _inside(value: Node, part: Slice, repeat: int) -> bool:
+    shape = value.meta["val"].shape
+    end = part.offset + part.size * repeat
+    return 0 <= part.dim < len(shape) and part.offset >= 0 and part.size > 0 and end <= shape[part.dim]
 
 
 def _check_overwritten(
-    node: Node, sliced: Sliced, memory: Memory, number: dict[Node, int], inputs: set[str]
+    node: Node, slicing: Slicing, memory: Memory, number: dict[Node, int], inputs: set[str]
 ) -> Iterator[str]:
     operands: list[Any] = list(node.args)
-    overwritten = [over for _, over in sliced.writes if over is not None]
+    overwritten = [over for _, over in slicing.writes if over is not None]
     if len(set(overwritten)) != len(overwritten):
         yield f"{node.name} overwrites one input with two outputs"
-    for part, over in sliced.writes:
+    for part, over in slicing.writes:
         if over is None or not 0 <= over < len(operands):
             continue
         taken, places = operands[over], memory.of[operands[over].name]
-        if sliced.inputs[over] != part:
+        if slicing.inputs[over] != part:
             yield (
                 f"{taken.name}: {node.name} overwrites {part} of it in each call, but reads "
-                f"{sliced.inputs[over] or 'all of it'}: a later call reads what an earlier one wrote"
+                f"{slicing.inputs[over] or 'all of it'}: a later call reads what an earlier one wrote"
             )
         for other in dict.fromkeys(operands[:over] + operands[over + 1 :]):
             if isinstance(other, Node) and memory.of[other.name] & places:
@@ -85,16 +128,3 @@ def _check_overwritten(
             if late:
                 yield f"{value.name}: {late[0].name} reads it after {node.name} has overwritten it"
 
-
-def _inside(value: Node, part: Slice, repeat: int) -> bool:
-    shape = value.meta["val"].shape
-    return 0 <= part.dim < len(shape) and 0 <= part.offset and part.size > 0 and _end(part, repeat) <= shape[part.dim]
-
-
-def _covers(value: Node, part: Slice, repeat: int) -> bool:
-    shape = value.meta["val"].shape
-    return _inside(value, part, repeat) and part.offset == 0 and _end(part, repeat) == shape[part.dim]
-
-
-def _end(part: Slice, repeat: int) -> int:
-    return part.offset + part.size * repeat

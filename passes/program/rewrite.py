@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
-from chunkflow_compile.passes.graph.listing import SLICED, listing
+from chunkflow_compile.passes.graph.listing import SLICING, listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import transfer_of, unfolded, write
 from chunkflow_compile.passes.plan import Plan
@@ -165,8 +165,8 @@ class _Writer:
             self.regions[target] = region
         inputs = tuple(self.values[n] for n in region.inputs)
         call = self.graph.create_node("call_module", target, inputs, name=region.info.name)
-        if region.sliced is not None:
-            call.meta[SLICED] = region.sliced
+        if region.slicing is not None:
+            call.meta[SLICING] = region.slicing
         for position, value in enumerate(region.outputs):
             element = self.graph.create_node("call_function", operator.getitem, (call, position), name=value.name)
             element.meta = {**value.meta, SOURCE: value.name}
