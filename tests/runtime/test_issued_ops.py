@@ -148,7 +148,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggingDevice:
         monkeypatch.setattr(instructions, name, work)
 
     def drop(numbers: Sequence[int], env: list[Any]) -> None:
-        taking = isinstance(made.ops[-1], Run)  # listed when its work begins, which takes the values before the region runs
+        taking = isinstance(
+            made.ops[-1], Run
+        )  # listed when its work begins, which takes the values before the region runs
         made.ops.insert(len(made.ops) - taking, Release(tuple(names()[i] for i in numbers)))
         dropped(numbers, env)
 
