@@ -96,7 +96,8 @@ class Evict:
 
 @dataclass(frozen=True)
 class Release:
-    """Values of which no later op reads anything are dropped.  ``values``: the names of their nodes."""
+    """Values are dropped that no later op reads, except the region that runs next, if this is directly before its Run: it
+    takes them along.  ``values``: the names of their nodes."""
 
     stream: ClassVar[Stream] = "compute"
     values: tuple[str, ...]

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch.fx import Node
@@ -296,6 +297,22 @@ def release_before_the_reader(program: Program, rng: random.Random) -> Program |
     return released(program, value, value)
 
 
+def take_before_another_reader(program: Program, rng: random.Random) -> Program | None:
+    """Lets a region take what a later region reads: the one before that, by which the value is made."""
+    calls = [n for n in program.module.graph.nodes if n.op == "call_module"]
+    place = {node: i for i, node in enumerate(program.module.graph.nodes)}
+    found = [
+        (value, before)
+        for before, reader in pairwise(calls)
+        for value in reader.all_input_nodes
+        if place[value] < place[before]
+    ]
+    if not found:
+        return None
+    value, before = rng.choice(found)
+    return released(program, value.name, before.name)
+
+
 def write_beside_a_collective(program: Program, rng: random.Random) -> Program | None:
     """Sets to zero what a collective sends, before the collective is completed."""
     found = [n for n in program.module.graph.nodes if collective_kind(n) is not None]
@@ -331,5 +348,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     complete_another_collective,
     release_before_the_completion,
     release_before_the_reader,
+    take_before_another_reader,
     write_beside_a_collective,
 )

@@ -7,7 +7,7 @@ sleeps until its duration is over, so the duration holds as long as the slack co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.codes import Code
+    from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 # Durations over the measured ones.  On two shared cores, most steps were at most 1.4 times as long as the median.
 PACE = 1.5
@@ -33,11 +34,11 @@ def paced(code: Code, compute_s: Sequence[float], pace: float, clock: HostClock 
         taken.setdefault(name, []).append(seconds)
     late_s = 0.0  # by which the region before has ended late; it shortens the next ones, by its own duration at most
 
-    def hold(region: Callable[..., Sequence[Any]], duration_s: float) -> Callable[..., Sequence[Any]]:
-        def run(*args: Any) -> Sequence[Any]:
+    def hold(region: LoweredRegion, duration_s: float) -> LoweredRegion:
+        def run(inputs: list[Any]) -> Sequence[Any]:
             nonlocal late_s
             due = clock.now() + duration_s - late_s
-            outputs = region(*args)
+            outputs = region(inputs)
             if (left := due - clock.now()) > 0:
                 clock.sleep(left)
             late_s = min(max(0.0, clock.now() - due), duration_s)

@@ -85,11 +85,12 @@ from chunkflow_compile.placed.streamable import refuse_fully_sharded
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, LoweredRegion, bare, decided
+from chunkflow_compile.runtime.codes import Code, Codes, bare, decided
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.runtime.hoisted import HoistedGraph, Preamble
 from chunkflow_compile.runtime.single_call import SingleCall
+from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 

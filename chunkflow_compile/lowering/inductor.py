@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import getitem
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from chunkflow_compile.hardware.caches import remove_torn
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
-from chunkflow_compile.runtime.codes import LoweredRegion
+from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 # What Inductor asserts in each call of a region: sizes, strides and alignment of its inputs, and of outputs of kernels that
 # are not its own.
@@ -42,8 +43,8 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Lowere
     # never takes memory of a slot for a buffer of its own.
     mode = TracingContext.get().fake_mode
     with tracing(TracingContext(mode)), _keyed_by_instructions(inputs), _without_floats_of_others(mode, module):
-        region: LoweredRegion = compile_fx(copy.deepcopy(module), inputs, config_patches=options)  # type: ignore[assignment]
-    return _direct(region, module)
+        compiled: Any = compile_fx(copy.deepcopy(module), inputs, config_patches=options)
+    return _direct(_boxed(compiled, module), module)
 
 
 def _needs_assertions(module: GraphModule, inductor: Mapping[str, Any]) -> bool:
@@ -71,6 +72,27 @@ def _allocated_by_inductor(node: Node) -> bool:
     return view or own
 
 
+def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> LoweredRegion:
+    """A compiled region, called with a list: the function of AOTAutograd inside, which like Inductor's code takes one.
+
+    Only the function around it has the tensors of a module that has its own; that one holds the inputs until it returns.
+    """
+    inside: Any = region
+    while inspect.isfunction(inside) and inside.__code__.co_flags & inspect.CO_VARARGS:
+        inside = getattr(inside, "__wrapped__", None)
+    if inside is not None and not any(True for _ in chain(module.parameters(), module.buffers())):
+        boxed: LoweredRegion = inside
+        return boxed
+
+    @functools.wraps(region)
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        outputs = region(*inputs)
+        inputs.clear()
+        return outputs
+
+    return call
+
+
 def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
     """Inductor's code itself, if all that torch puts around it would only take time in a call, 6 us of it.
 
@@ -86,12 +108,12 @@ def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
         return region
     profiler, called = torch.autograd.profiler, False
 
-    def call(*args: Any) -> Sequence[Any]:
+    def call(inputs: list[Any]) -> Sequence[Any]:
         nonlocal called
         if called and not profiler._is_profiler_enabled:
-            outputs: Sequence[Any] = compiled.current_callable([*args])
+            outputs: Sequence[Any] = compiled.current_callable(inputs)
             return outputs
-        outputs = region(*args)
+        outputs = region(inputs)
         called = True
         return outputs
 

@@ -10,12 +10,13 @@ import torch
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import CppCompileError
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import _BoxedCodeGen
 
 from chunkflow_compile.hardware.caches import check_compile_cache, remove_torn
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
-from chunkflow_compile.runtime.codes import LoweredRegion
+from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 from .inductor import through_inductor
 from .tensorrt import through_tensorrt
@@ -33,7 +34,8 @@ def lower_regions(
     report: Callable[[str], object] = str,
     note: Callable[[str], object] = str,
 ) -> dict[str, LoweredRegion]:
-    """Submodule name -> callable that takes the region's inputs and returns its outputs as a sequence.
+    """Submodule name -> callable that takes the region's inputs, in a list that it empties, and returns its outputs as a
+    sequence.
 
     ``inductor``: the user's Inductor configuration, for every region.  ``report``: called with what is being done.  ``note``:
     called with what the user asked for and does not get.  Must be called inside a torch.compile backend: the metadata of
@@ -41,7 +43,7 @@ def lower_regions(
     """
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
-        return {name: module.forward for name, module in modules.items()}
+        return {name: _eager(module).forward for name, module in modules.items()}
     lowered = dict[str, LoweredRegion]()
     if lowering == "tensorrt":
         for number, (name, module) in enumerate(modules.items(), 1):
@@ -80,6 +82,14 @@ def _is_of_files(error: BaseException | None) -> bool:
             return True
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return False
+
+
+def _eager(module: GraphModule) -> GraphModule:
+    """The region with a ``forward`` that is called with a list, and drops each value after its last use, inputs too."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(_BoxedCodeGen())
+    return GraphModule(module, graph)
 
 
 def _named_by_place(module: GraphModule) -> GraphModule:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.fx import GraphModule
 
-    from chunkflow_compile.runtime.codes import LoweredRegion
+    from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 # The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
 # for them.  By default torch-tensorrt takes every mask of an attention for a causal one, and leaves it out.
@@ -82,8 +82,9 @@ def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -
     """An engine's outputs are contiguous; the regions after it were lowered for the strides of the trace."""
     import torch
 
-    def call(*args: torch.Tensor) -> Sequence[torch.Tensor]:
-        result = engine(*(a.contiguous() for a in args))
+    def call(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        result = engine(*(value.contiguous() for value in inputs))  # holds them until it returns
+        inputs.clear()
         outputs = [result] if isinstance(result, torch.Tensor) else [*result]
         return [o if o.stride() == s else _empty_like(o, s).copy_(o) for o, s in zip(outputs, strides, strict=True)]
 

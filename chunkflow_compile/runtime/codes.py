@@ -22,6 +22,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 
 from .cuda_graphs import CudaGraphsWanted
 from .device import DeviceKind
+from .wrapped_calls import LoweredRegion
 
 # Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
 # prompts that are not padded, and a dozen resolutions.  Each keeps a plan and, by kind, a program for each block.
@@ -31,8 +32,6 @@ KEPT_SIZES = 32
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
-# The lowered code of a region.
-LoweredRegion = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

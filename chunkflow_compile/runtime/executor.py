@@ -28,7 +28,7 @@ from .instructions import instructions
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import ReadOrder
 from .target import Cost, Issue, RunningStep, Target
-from .wrapped_calls import separated
+from .wrapped_calls import LoweredRegion, separated
 
 
 class Executor:
@@ -42,7 +42,7 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        regions: Mapping[str, LoweredRegion],
         binding: Binding,
         poison: bool = False,
         cycle: Cycle | None = None,

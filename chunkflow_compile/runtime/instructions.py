@@ -26,7 +26,7 @@ from chunkflow_compile.weights.pieces import Pieces
 from .device_base import NamedCopy
 from .measurement import RegionWatch
 from .target import Issue, RunningStep, Target
-from .wrapped_calls import checked, explained, owning, repeated, tuple_getter, undeclared
+from .wrapped_calls import LoweredRegion, checked, explained, owning, repeated, tuple_getter, undeclared
 
 # Work on the values of a step.
 Work = Callable[[list[Any]], None]
@@ -52,8 +52,9 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Each op with its node: None for a transfer, and for all ops of a node but the first."""
-    rest = ((op, None if i else node) for node, ops in nodes for i, op in enumerate(ops) if not _is_transfer(op))
+    """Each op with its node: None for a transfer, and for all ops of a node but the first and the Run of a region."""
+    work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
+    rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
         if _is_transfer(op):
             yield op, None
@@ -92,6 +93,7 @@ class _Compiler:
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
         self._window = 0  # where stalls count: at the region that runs next, after the last one at that
+        self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
         self._computes: list[_Compute] = []
         self._transfers: list[Record | Wait | Copy] = []
 
@@ -105,7 +107,8 @@ class _Compiler:
                 window = self._window if op.weights else None
                 self._issue(partial(_wait, target, target.events[op.event], window))
             case Run():
-                self._compute(_region(target, node, op.region))
+                self._compute(_region(target, node, op.region, self._taken))
+                self._taken = ()
                 self._window = min(op.region + 1, self._windows - 1)
             case Start():
                 self._issue(_start(target, _beside(target, node, self._window)))
@@ -120,7 +123,11 @@ class _Compiler:
                 if target.poison:
                     self._compute(_Compute(partial(_poison, _evicted(target, op.weight)), once=True))
             case Release():
-                self._compute(_Compute(partial(_drop, tuple(self._number[value] for value in op.values))))
+                numbers = tuple(self._number[value] for value in op.values)
+                if node is not None:  # the first op of its node is that of a region
+                    self._taken = numbers
+                else:
+                    self._compute(_Compute(partial(_drop, numbers)))
 
     def flush(self) -> None:
         """Complete the newest function."""
@@ -236,8 +243,8 @@ def _wait(target: Target, event: Any, window: int | None, step: RunningStep) -> 
     target.device.compute.wait(event, waited)
 
 
-def _region(target: Target, node: Node, index: int) -> _Compute:
-    """The work of a region.  ``index``: in the problem of the program."""
+def _region(target: Target, node: Node, index: int, taken: Sequence[int]) -> _Compute:
+    """The work of a region.  ``index``: in the problem of the program.  ``taken``: the values that it is the last to read."""
     program, values, module = target.program, target.binding.values, str(node.target)
     read = program.problem.regions[index].weights
     number, take = target.number[node], tuple_getter([target.number[operand] for operand in node.args])
@@ -249,14 +256,17 @@ def _region(target: Target, node: Node, index: int) -> _Compute:
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
-    def settled(later: Callable[..., Sequence[Any]]) -> None:
+    def settled(later: LoweredRegion) -> None:
         nonlocal region
         region = later
 
     region = owning(region, [values[w] for w in read if w in values], settled)
 
     def work(env: list[Any]) -> None:
-        env[number] = region(*take(env))
+        inputs = [*take(env)]
+        if taken:
+            _drop(taken, env)
+        env[number] = region(inputs)
 
     named = program.plan.regions[program.start + index]
     return _Compute(work, index, " ".join(w for w in (node.name, *named) if w))

@@ -16,6 +16,7 @@ from .device_base import Device, NamedCopy
 from .measurement import WindowSeconds
 from .read_ahead import Reading
 from .traffic import Traffic
+from .wrapped_calls import LoweredRegion
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Target:
         self,
         program: Program,
         cycle: Cycle,
-        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        regions: Mapping[str, LoweredRegion],
         binding: Binding,
         device: Device,
         events: Sequence[Any],

@@ -17,12 +17,14 @@ from chunkflow_compile.passes.graph.regions import Slicing
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
+# The lowered code of a region, in torch's boxed calling convention: it gets its inputs in a list, which it empties, and
+# drops each after its last use.
+LoweredRegion = Callable[[list[Any]], Sequence[Any]]
+
 
 def owning(
-    region: Callable[..., Sequence[Any]],
-    values: Iterable[torch.Tensor],
-    settled: Callable[[Callable[..., Sequence[Any]]], None],
-) -> Callable[..., Sequence[Any]]:
+    region: LoweredRegion, values: Iterable[torch.Tensor], settled: Callable[[LoweredRegion], None]
+) -> LoweredRegion:
     """Wrap a region so that its outputs own their memory: those that lie in ``values``, copies of weights, are cloned.
 
     A slot's next weight would overwrite them, or new values of a resident one.  Inductor returns an input as an output if
@@ -31,8 +33,8 @@ def owning(
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
-    def call(*args: Any) -> Sequence[Any]:
-        outputs = region(*args)
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        outputs = region(inputs)
         inside = frozenset(i for i, output in enumerate(outputs) if _lies_in(output, memory))
         settled(_cloning(region, inside) if inside else region)
         return _cloned(outputs, inside)
@@ -40,17 +42,15 @@ def owning(
     return call if memory else region
 
 
-def _cloning(region: Callable[..., Sequence[Any]], inside: Collection[int]) -> Callable[..., Sequence[Any]]:
-    return lambda *args: _cloned(region(*args), inside)
+def _cloning(region: LoweredRegion, inside: Collection[int]) -> LoweredRegion:
+    return lambda inputs: _cloned(region(inputs), inside)
 
 
 def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
     return [output.clone() if i in inside else output for i, output in enumerate(outputs)]
 
 
-def repeated(
-    region: Callable[..., Sequence[Any]], slicing: Slicing, values: Sequence[torch.Tensor]
-) -> Callable[..., Sequence[Any]]:
+def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Tensor]) -> LoweredRegion:
     """Wrap the code of a repeated region, which is called for one slice after the other.
 
     ``values``: what its outputs are like; those with memory of their own are allocated in each call.
@@ -58,14 +58,15 @@ def repeated(
     fresh = [value for value, (_, over) in zip(values, slicing.writes, strict=False) if over is None]
     parts = [*slicing.inputs, *(part for part, over in slicing.writes if over is None)]
 
-    def call(*args: Any) -> Sequence[Any]:
+    def call(inputs: list[Any]) -> Sequence[Any]:
         made = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in fresh]
-        returned: Sequence[Any] = ()
+        own, returned = iter(made), list[Any]()
+        outputs = [next(own) if over is None else inputs[over] for _, over in slicing.writes]
+        taken = [*zip((*inputs, *made), parts, strict=True)]
+        inputs.clear()
         for i in range(slicing.repeat):
-            taken = zip((*args, *made), parts, strict=True)
-            returned = region(*(value if part is None else part.of(value, i) for value, part in taken))
-        own = iter(made)
-        return [next(own) if over is None else args[over] for _, over in slicing.writes] or returned
+            returned[:] = region([value if part is None else part.of(value, i) for value, part in taken])
+        return outputs or returned
 
     return call
 
@@ -91,9 +92,7 @@ def undeclared(region: GraphModule) -> list[str]:
     return sorted({str(op) for op in called if isinstance(op, torch._ops.OpOverload) and not declares(op)})
 
 
-def checked(
-    region: Callable[..., Sequence[Any]], weights: Mapping[str, torch.Tensor], ops: Sequence[str]
-) -> Callable[..., Sequence[Any]]:
+def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Sequence[str]) -> LoweredRegion:
     """Wrap a region that calls ``ops``, which may write the copies on the device of these offloaded weights.
 
     Its first call compares them with what they were, and raises ChunkflowError if they differ: they have the old values
@@ -101,9 +100,9 @@ def checked(
     """
     unseen = dict(weights)
 
-    def call(*args: Any) -> Sequence[Any]:
+    def call(inputs: list[Any]) -> Sequence[Any]:
         before = {name: value.to("cpu", copy=True) for name, value in unseen.items()}
-        outputs = region(*args)
+        outputs = region(inputs)
         for name, values in before.items():
             if not same_bits(values, weights[name].cpu()):
                 for other, old in before.items():

@@ -135,7 +135,8 @@ def _issue(program: Program) -> list[float]:
     return times
 
 
-def _nothing(outputs: int, *_: Any) -> Sequence[Any]:
+def _nothing(outputs: int, inputs: list[Any]) -> Sequence[Any]:
+    inputs.clear()
     return [None] * outputs
 
 

@@ -4,8 +4,8 @@
 * No op reads the result of a collective before its completion, and no two ops of which one writes use the same memory
   at once: a collective uses its operands and its results from its start to its end.  In-place ops count by the schemas
   of their ops (memory.py).  Of two ops on the same memory, the first is the one that is first in the traced graph.
-* No value is released while a collective may use it, and no op reads a value after its release.  The releases are those
-  that the executor carries out.
+* No value is released while a collective may use it, and no op reads a value after its release, except the region that
+  takes it.  The releases are those that the executor carries out.
 
 Contract
     Reads a program and its order only; it does not trust the passes that made them.
@@ -16,16 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from torch.fx import Node
+
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is_wait_tensor, list_of
+from chunkflow_compile.passes.step import Release, Run
 
 from .happens_before import HappensBefore
 from .memory import Memory
-from .rewrite import Program, source_of
+from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
     """The violations of a program around its collectives, as sentences.  ``order``: of the program alone, if computed."""
-    yield from _check_last_readers(program)
+    yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return
     order = order or HappensBefore((program,), 1)
@@ -42,21 +45,35 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
         yield from checks.check_releases(step)
 
 
-def _check_last_readers(program: Program) -> Iterator[str]:
-    """Check that every value is released after its last reader."""
-    nodes = {node.name: node for node in program.module.graph.nodes}
-    number = {name: i for i, name in enumerate(nodes)}
-    for after, values in program.releases.items():
+def _check_readers_of_released(program: Program) -> Iterator[str]:
+    """Check that no op reads a value after its release, except a region that takes it as it begins."""
+    names = {node.name for node in program.module.graph.nodes}
+    for at, values in program.releases.items():
         for value in values:
-            if after not in nodes or value not in nodes:
-                yield f"{value}: its release comes after {after}, and one of these is not in the program"
+            if at not in names or value not in names:
+                yield f"{value}: its release comes after {at}, and one of these is not in the program"
+    released: dict[str, Node] = {}
+    for node, ops in issued(program):
+        taken: tuple[str, ...] = ()  # by the region, if it runs next
+        for op in ops:
+            if isinstance(op, Release):
+                taken = op.values
+                released |= dict.fromkeys(taken, node)
                 continue
-            late = [user.name for user in nodes[value].users if number[user.name] > number[after]]
-            if late:
-                yield (
-                    f"{value}: {late[0]} reads it after its release, which comes after {after}; missing edge: "
-                    f"{late[0]} -> release of {value}"
-                )
+            for value in (operand.name for operand in node.all_input_nodes):
+                if value in released and not (isinstance(op, Run) and value in taken):
+                    yield _late(value, node.name, released.pop(value))
+            taken = ()
+
+
+def _late(value: str, reader: str, at: Node) -> str:
+    """A sentence on a reader of a value after its release ``at`` a node."""
+    if at.op == "call_module":
+        return f"{value}: {reader} reads it after {at.name} has taken it; missing edge: {reader} -> {at.name}"
+    return (
+        f"{value}: {reader} reads it after its release, which comes after {at.name}; missing edge: "
+        f"{reader} -> release of {value}"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lifetimes of the values of a step: after which node the executor drops each.
+"""Lifetimes of the values of a step: at which node the executor drops each.
 
 The table is part of the program.  The executor drops by it, and verify checks it.
 """
@@ -14,11 +14,12 @@ from chunkflow_compile.passes.ops import transfer_of
 
 
 def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Node -> the values that are dropped after it, by name.
+    """Node -> the values that are dropped there, by name.
 
-    The compute stream drops a value after its last reader.  If the collective stream reads or makes the value, compute
-    does so after the collective's completion, for which it has waited.  Outputs are not dropped, because the caller
-    gets them.
+    The compute stream drops a value at its last reader: a region takes it along, so that its code frees the memory after
+    the last use inside; after any other node it is dropped.  If the collective stream reads or makes the value, compute
+    drops it at the collective's completion or later, and so after it has waited for the collective.  Outputs are not
+    dropped, because the caller gets them, nor what a region without outputs returns.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     release: dict[str, list[str]] = {}
@@ -26,7 +27,7 @@ def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
         if node.op == "output" or transfer_of(node) is not None:
             continue
         last = max((over(user, number) for user in (node, *node.users)), key=number.__getitem__)
-        if last.op not in ("placeholder", "output"):
+        if last.op not in ("placeholder", "output") and (last is not node or node.op != "call_module"):
             release.setdefault(last.name, []).append(node.name)
     return {node: tuple(values) for node, values in release.items()}
 

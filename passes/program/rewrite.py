@@ -10,7 +10,7 @@ Contract
     Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
     names that they have in the source graph.  Only the transfer ops of the step (step.py) are added, with their events:
     prefetches where their window opens, waits before the first reader and at barriers, evicts after the last reader.
-    Structurally equal regions share one submodule.  Each value is released after its last reader (lifetimes.py).
+    Structurally equal regions share one submodule.  Each value is released at its last reader (lifetimes.py).
 
 :func:`ops_of` reads the step from a program again.
 """
@@ -45,7 +45,7 @@ class Program:
     """A rewritten graph.  ``module``: its placeholders are the inputs of the traced graph, weights included, in order.
 
     ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> the region that
-    it holds; equal regions share a submodule.  ``releases``: node -> the values that the executor drops after it, by
+    it holds; equal regions share a submodule.  ``releases``: node -> the values that the executor drops there, by
     name.  ``data_flow``: that of the Cut, for verify.  ``start``: its first window in the plan, if that is of a cycle
     (cycle.py).
     """
@@ -183,7 +183,7 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
     """Every node of a program with its ops, none for inputs.
 
     Regions and collectives have their indices in the problem of the program, -1 for one that it does not have; windows and
-    events are those of its cycle.  After each node come the values that are released there.
+    events are those of its cycle.  The values that are released at a node come after it, but before a region.
     """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
@@ -202,7 +202,7 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
         elif node.op != "placeholder":
             ops.append(Evaluate("compute" if list_of(node) is None else "collective", node.name))
         if values := program.releases.get(node.name):
-            ops.append(Release(values))
+            ops.insert(0 if node.op == "call_module" else len(ops), Release(values))
         yield node, tuple(ops)
 
 

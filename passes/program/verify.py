@@ -15,8 +15,8 @@ checked in several sequences of eager and captured calls, which stand for all se
 * A jump to a call of a cycle fetches first what is on its way or in use there in a pass without jumps, in the same
   order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
 * Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
-* Compute and collectives keep out of each other's memory, and values are released after their last use
-  (collectives.py).
+* Compute and collectives keep out of each other's memory, and no op reads a value after its release, except the region
+  that takes it (collectives.py).
 
 :func:`verify_together` checks programs that share an arena: the readers of each see their own bytes, whatever the other
 has left in the arena or still has in flight.
@@ -51,8 +51,9 @@ CHECKED_STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
 # the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
-# program names; version 9 the ops of prologues and of captured calls as they are issued.
-VERSION = 9
+# program names; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take the
+# values that they are the last to read.
+VERSION = 10
 
 
 @dataclass(frozen=True, kw_only=True)

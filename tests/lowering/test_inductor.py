@@ -91,7 +91,7 @@ def test_a_region_is_called_directly_where_nothing_is_around_it(case: str, throu
     for step in range(4):
         x, w = torch.randn(8, 8), torch.randn(8, 8)
         given = [x.clone(), w.clone()]
-        torch.testing.assert_close([*region(*given)], [*function(x, w)])
+        torch.testing.assert_close([*region([*given])], [*function(x, w)])
         torch.testing.assert_close(given, [x, w])
         assert len(through) == (1 if direct else step + 1)
     assert (asserts(region) == 0) == unchecked
@@ -101,7 +101,7 @@ def test_what_an_op_of_another_library_returns_is_compared_in_each_call(through:
     region = lowered(lambda x, w: [transposed(x @ w).view(-1)], torch.randn(4, 8), torch.randn(8, 8))
     for _ in range(2):
         with pytest.raises(AssertionError, match="transposed"):
-            region(torch.randn(4, 8), torch.randn(8, 8))
+            region([torch.randn(4, 8), torch.randn(8, 8)])
 
 
 def test_assertions_stay_where_the_user_says_so(through: list[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -146,8 +146,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggingDevice:
     for name in ("_put", "_pick", "_call", "_output"):
         work = partial(listed, getattr(instructions, name), lambda number: Evaluate("compute", names()[number]))
         monkeypatch.setattr(instructions, name, work)
-    drops = partial(listed, instructions._drop, lambda numbers: Release(tuple(names()[i] for i in numbers)))
-    monkeypatch.setattr(instructions, "_drop", drops)
+
+    def drop(numbers: Sequence[int], env: list[Any]) -> None:
+        taking = isinstance(
+            made.ops[-1], Run
+        )  # listed when its work begins, which takes the values before the region runs
+        made.ops.insert(len(made.ops) - taking, Release(tuple(names()[i] for i in numbers)))
+        dropped(numbers, env)
+
+    dropped = instructions._drop
+    monkeypatch.setattr(instructions, "_drop", drop)
     monkeypatch.setattr(instructions, "_poison", partial(listed, instructions._poison, evicted))
     return made
 

@@ -24,9 +24,9 @@ from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.lifetimes import releases
 from chunkflow_compile.passes.program.memory import effects_of, program_memory
-from chunkflow_compile.passes.program.rewrite import Program, rewrite
+from chunkflow_compile.passes.program.rewrite import Program, issued, rewrite
 from chunkflow_compile.passes.program.verify import check, verify
-from chunkflow_compile.passes.step import Evaluate, Finish, Release, Start
+from chunkflow_compile.passes.step import Evaluate, Finish, Release, Run, Start
 
 OPS = torch.ops._c10d_functional
 
@@ -99,6 +99,9 @@ MUTATIONS: dict[Mutation, str] = {
     mutations.release_before_the_reader: (
         r"(\w+): (\w+) reads it after its release, which comes after \1; missing edge: \2 -> release of \1$"
     ),
+    mutations.take_before_another_reader: (
+        r"(\w+): (region_\d) reads it after (region_\d) has taken it; missing edge: \2 -> \3$"
+    ),
     mutations.write_beside_a_collective: (
         r"\w+: (zero\w*) \(step 0\) may write it while (all_to_all\w*) \(step 0\) still reads it; "
         r"missing edge: \2 -> wait_tensor\w* -> \1$"
@@ -114,6 +117,24 @@ def test_every_mutation_is_refused_with_the_missing_edge(mutation: Mutation) -> 
         found = violations(broken)
         assert any(re.match(MUTATIONS[mutation], v) for v in found), found
         assert set(found) <= set(check(broken))
+
+
+def test_a_region_takes_no_value_that_a_collective_still_reads() -> None:
+    """The region is the last to read it in the order of issue, but it does not come after the completion."""
+    program = copied(Beside)
+    assert hidden_of(program) in program.releases["region_1"], "the collective reads a view, which stays"
+    sent = node(program, "all_reduce").all_input_nodes[0].name
+    assert sent in program.releases["wait_tensor"]
+    edge = f"missing edge: all_reduce -> wait_tensor -> release of {sent}"
+    told = f"{sent}: release of {sent} (step 0) comes before all_reduce (step 0) is over; {edge}"
+    assert violations(mutations.released(program, sent, "region_1")) == [told]
+
+
+def test_values_are_released_before_the_region_that_reads_them_last_and_after_any_other_reader() -> None:
+    ops = {node.name: ops for node, ops in issued(program_of(Beside))}
+    assert ops["region_1"] == (Release(("side_weight", "mm")), Run(1))
+    assert ops["relu"] == (Evaluate("compute", "relu"), Release(("region_1",)))
+    assert ops["wait_tensor"] == (Finish(0), Release(("view", "all_reduce")))
 
 
 def test_a_region_may_read_what_a_collective_reads_beside_it() -> None:
