@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Slicing
+from chunkflow_compile.passes.graph.slices import Slice
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
@@ -65,10 +66,15 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
         taken = [*zip((*inputs, *made), parts, strict=True)]
         inputs.clear()
         for i in range(slicing.repeat):
-            returned[:] = region([value if part is None else part.of(value, i) for value, part in taken])
+            returned[:] = region([value if part is None else _part(value, part, i) for value, part in taken])
         return outputs or returned
 
     return call
+
+
+def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
+    """The slice of a value that a call takes."""
+    return value.narrow(part.dim, part.offset + call * part.size, part.size)
 
 
 def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
