@@ -76,8 +76,8 @@ def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -
             continue
         begin, end = part.offset, part.offset + part.size * slicing.repeat
         earlier = written.get(before, frozenset()) if isinstance(before, Node) else frozenset()
-        if isinstance(before, Node) and before not in written:  # it had its values
-            continue
+        if isinstance(before, Node) and (before not in written or _is_all(before, earlier)):
+            continue  # it has new values now
         if any(dim != part.dim or (first < end and begin < last) for dim, first, last in earlier):
             yield f"{element.name}: {node.name} writes {begin} to {end} of it, of which {_text(earlier)} is written already"
         written[element] = earlier | {(part.dim, begin, end)}
