@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -11,23 +12,40 @@ import torch
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.catalog.families import FAMILIES
-from chunkflow_compile.catalog.sizes import Size
+from chunkflow_compile.catalog.sizes import Config, Size
 from chunkflow_compile.catalog.small import SMALL_MODELS
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.passes.graph.coarsen import grouped
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.regions import Cut, cut
+from chunkflow_compile.passes.graph.slice_check import check_phases
 from chunkflow_compile.passes.graph.slices import Phase, Slice, phases
 
 # Slices of 16 rows and more: kernels of the CPU add up products of fewer rows in another order.
-SIZES: Mapping[str, Any] = {"height": 16, "width": 16, "text": 16, "layers": 1, "singles": 1}
+SIZES: Mapping[str, Any] = {"height": 16, "width": 16, "frames": 1, "text": 16, "layers": 1, "singles": 1}
+_HEADS = {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16}
+CONFIGS: Mapping[str, Config] = {
+    "sd3": {
+        **_HEADS,
+        "sample_size": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "joint_attention_dim": 32,
+        "caption_projection_dim": 64,
+        "pooled_projection_dim": 32,
+        "pos_embed_max_size": 16,
+        "qk_norm": "rms_norm",
+        "dual_attention_layers": (0,),
+    },
+    "ltx": {**_HEADS, "in_channels": 16, "out_channels": 16, "cross_attention_dim": 64, "caption_channels": 32},
+}
 
 
 @cache
 def blocks_of(family: str, dtype: torch.dtype, **sizes: Any) -> Cut:
     """The graph of a small model, one region per block."""
     size = Size(**{"batch": 1, **SIZES, **sizes})
-    config = SMALL_MODELS[family](size)
+    config = CONFIGS[family] if family in CONFIGS else SMALL_MODELS[family](size)
     traced = trace_without_weights(
         lambda: FAMILIES[family].model_and_inputs(config, size, dtype), min_bytes=64, dtype=dtype
     )
@@ -82,17 +100,33 @@ def assert_equal_in_slices(module: GraphModule, repeat: int) -> tuple[Phase, ...
     inputs = random_inputs(module)
     wanted = module(*[x.clone() for x in inputs])
     found = phases(module, repeat, range(len(inputs)))
+    check_phases(module, found)
     for got, want in zip(run(module, found, inputs), wanted, strict=True):
         assert torch.equal(got, want)
+    assert max(phase.repeat for phase in found) == repeat
     return found
 
 
-@pytest.mark.parametrize("family", ["wan"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_in_slices_is_bit_equal(family: str, dtype: torch.dtype) -> None:
-    pieces = blocks_of(family, dtype)
-    for region in pieces.regions:
-        if "blocks.0" in region.info.block and "refiner" not in region.info.block:
-            for repeat in (1, 2, 4):
-                found = assert_equal_in_slices(region.module, repeat)
-                assert max(phase.repeat for phase in found) == repeat
+def assert_blocks_equal(pieces: Cut, repeats: Sequence[int]) -> list[tuple[Phase, ...]]:
+    """The blocks of each type, in slices, compute what they compute as a whole."""
+    names = {r.info.block for r in pieces.regions if re.search(r"blocks\.0$", r.info.block)}
+    modules = {r.info.key: r.module for r in pieces.regions if r.info.block in names and "refiner" not in r.info.block}
+    assert modules
+    return [assert_equal_in_slices(module, repeat) for module in modules.values() for repeat in repeats]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "sizes"),
+    [
+        ("wan", torch.float32, {}),
+        ("wan", torch.bfloat16, {"timestep": "token"}),
+        ("wan", torch.bfloat16, {"batch": 2}),
+        ("flux", torch.bfloat16, {"height": 8, "width": 8}),
+        ("hunyuanvideo", torch.float32, {}),
+        ("qwen-image", torch.bfloat16, {"height": 8, "width": 8}),
+        ("sd3", torch.float32, {}),
+        ("ltx", torch.float32, {"height": 8, "width": 8}),
+    ],
+)
+def test_a_block_in_slices_is_bit_equal(family: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    assert_blocks_equal(blocks_of(family, dtype, **sizes), (1, 2, 4))

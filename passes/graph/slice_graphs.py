@@ -1,0 +1,274 @@
+"""The graph of a phase: from the ops of a region's graph, those that compute parts of some values, by the slice rules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from .slice_rules import NoRule, Operand, Part, Sliced, is_light, is_reshape, op_name, shape_of, sliced
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a value for call ``i`` of a phase: ``narrow(dim, offset + i * size, size)``."""
+
+    dim: int
+    offset: int
+    size: int
+
+
+@dataclass
+class Walk:
+    """What a walk from a root back to the inputs has found.
+
+    ``taken``: the inputs, by node and part (None for the whole).  ``needs``: values that earlier phases must compute ->
+    the dimensions along which they can be split, and why they are needed whole.
+    """
+
+    taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
+    needs: dict[Node, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """How a builder computes a node, or a part of it.
+
+    ``reads``: the nodes and parts that it reads.  ``call``: the op, None if the value is an input.  ``item``: which of its
+    results the node is.  ``operands``: the arguments of the op, with an Operand for each node; or the one that is the value.
+    """
+
+    reads: tuple[tuple[Node, Part | None], ...]
+    call: Node | None = None
+    item: Any = None
+    operands: Any = None
+
+
+class Builder:
+    """Builds the graph of a phase.
+
+    ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if they are not known.
+    ``fake``: the mode in which metadata is computed; None to find only what is needed.  ``closed``: whether ``values`` are
+    all that earlier phases compute, so that everything else is computed here.
+    """
+
+    def __init__(
+        self,
+        values: Collection[Node],
+        streams: Collection[Node] = (),
+        fake: FakeTensorMode | None = None,
+        closed: bool = False,
+    ) -> None:
+        self.values = values
+        self.streams = streams
+        self.fake = fake
+        self.closed = closed
+        self.graph = Graph()
+        self.found = Walk()
+        self._anchor = self.graph._root
+        self._copies: dict[tuple[Node, Part | None], Node] = {}
+        self._calls: dict[tuple[Node, str], Node] = {}
+        self._steps: dict[tuple[Node, Part | None], _Step] = {}
+        self._making: Node | None = None
+        self._inline = False
+
+    def root(self, node: Node, part: Part | None) -> Node:
+        """Compute a root, or a part of it.  The whole of one is computed from the inputs and ``values`` alone."""
+        self._making, self._inline = node, part is None
+        todo: list[tuple[Node, Part | None]] = [(node, part)]
+        while todo:  # a graph is deeper than Python's stack
+            key = todo[-1]
+            if key in self._copies:
+                todo.pop()
+                continue
+            if key not in self._steps:
+                self._steps[key] = self._step(*key)
+            missing = [k for k in self._steps[key].reads if k not in self._copies]
+            todo += reversed(missing)
+            if not missing:
+                self._copies[key] = self._write(key, self._steps[key])
+        return self._copies[node, part]
+
+    def _step(self, node: Node, part: Part | None) -> _Step:
+        """How a node, or a part of it, is computed."""
+        if node.op == "placeholder" or (self._is_given(node) and (part is None or part.outer == 1)):
+            return _Step(())
+        call, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
+        assert isinstance(call, Node)
+        if call.op == "get_attr":
+            raise NoRule(f"{call} is a nested graph")
+        rule: Sliced | Operand = Sliced(call.args, dict(call.kwargs))
+        if part is not None:
+            try:
+                rule = sliced(call, part, item)  # type: ignore[arg-type]
+            except NoRule as reason:
+                if node is self._making or self.closed:
+                    raise
+                self.found.needs.setdefault(node, ((), str(reason)))
+                return _Step(())
+        reads = list[tuple[Node, Part | None]]()
+
+        def read(operand: Any) -> Any:
+            operand = Operand(operand) if isinstance(operand, Node) else operand
+            if isinstance(operand, Operand):
+                reads.append((operand.node, operand.part))
+                if operand.part is None:
+                    self._note(operand, call)
+            return operand
+
+        given: Any = rule if isinstance(rule, Operand) else (rule.args, rule.kwargs)
+        given = map_aggregate(given, read)
+        return _Step(tuple(reads), call, item, given)
+
+    def _note(self, operand: Operand, reader: Node) -> None:
+        """Note the value that an earlier phase must compute so that an operand can be read whole, if there is one."""
+        node, along = operand.node, operand.along
+        if (
+            self.closed
+            or self._inline
+            or self._is_given(node)
+            or not (self._is_split(node, along) or self._is_heavy(node))
+        ):
+            return
+        base, dims = self._base(node, along)
+        if base is not self._making and not self._is_given(base):
+            self.found.needs[base] = (dims, f"{op_name(reader)} reads all of it")
+
+    def _write(self, key: tuple[Node, Part | None], step: _Step) -> Node:
+        """Write a node, whose operands are there."""
+        node, part = key
+        if step.call is None:
+            return self._take(node, part)
+        if isinstance(step.operands, Operand):
+            return self._copies[step.operands.node, step.operands.part]
+        args, kwargs = map_aggregate(
+            step.operands, lambda x: self._copies[x.node, x.part] if isinstance(x, Operand) else x
+        )
+        call = step.call, repr((args, kwargs))
+        if call not in self._calls:
+            self._calls[call] = self._made(step.call, step.call.target, args, kwargs)
+        made = self._calls[call]
+        return made if step.item is None else self._made(node, operator.getitem, (made, step.item), {})
+
+    def _is_given(self, node: Node) -> bool:
+        if node is self._making:
+            return False
+        return node.op == "placeholder" or node in self.values or node in self.found.needs
+
+    def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
+        """Whether the whole of a node is computed from split inputs, in slices."""
+        return bool(along) and (not self.streams or depends_on(node, self.streams))
+
+    def _is_heavy(self, node: Node) -> bool:
+        """Whether computing a node in each call would repeat more than pointwise ops."""
+        todo, seen = [node], set[Node]()
+        while todo:
+            n = todo.pop()
+            if n in seen or n.op != "call_function" or self._is_given(n):
+                continue
+            if n.target is not operator.getitem and not is_light(n):
+                return True
+            seen.add(n)
+            todo += n.all_input_nodes
+        return False
+
+    def _base(self, node: Node, along: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
+        """The value to hand over instead of a node, and the dimensions ``along`` in it.
+
+        It is what the node is a view of; of what is computed once, it is the last value that takes more than light ops.
+        """
+        while not self._is_given(node) and len(node.all_input_nodes) == 1:
+            if along:
+                dims = [self._behind(node, dim) for dim in along] if is_reshape(node) else [None]
+                if None in dims:
+                    break
+                along = tuple(d for d in dims if d is not None)
+            elif node.target is not operator.getitem and not is_light(node):
+                break
+            if not along and node.target is operator.getitem and not is_light(node.all_input_nodes[0]):
+                break
+            node = node.all_input_nodes[0]
+        return node, along
+
+    def _behind(self, view: Node, dim: int) -> int | None:
+        """The dimension of a view's operand that is ``dim`` of the view; None if it is not one by itself."""
+        size = shape_of(view)[dim]
+        try:
+            rule = sliced(view, Part(dim, size, 0, size))
+        except NoRule:
+            return None
+        part = rule.args[0].part if isinstance(rule, Sliced) else None
+        alone = part is not None and part.outer == 1 and shape_of(view.all_input_nodes[0])[part.dim] == size
+        return part.dim if part is not None and alone else None
+
+    def _take(self, node: Node, part: Part | None) -> Node:
+        if part is not None and part.outer != 1:
+            raise NoRule(f"the tokens of {node} are merged with another dimension")
+        taken = None if part is None else Slice(part.dim, part.start, part.count)
+        key = (node, taken)
+        if key not in self.found.taken:
+            with self.graph.inserting_after(self._anchor):
+                self._anchor = self.graph.placeholder(f"in_{len(self.found.taken)}")
+            self._anchor.meta = {"val": part_of(node, taken, self.fake)}
+            self.found.taken[key] = self._anchor
+        return self.found.taken[key]
+
+    def destination(self, node: Node, part: Slice) -> Node:
+        """A further placeholder, for the memory of a slice of a node."""
+        with self.graph.inserting_after(self._anchor):
+            self._anchor = self.graph.placeholder(f"out_{node.name}")
+        self._anchor.meta = {"val": part_of(node, part, self.fake)}
+        return self._anchor
+
+    def _made(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {name: value for name, value in node.meta.items() if name != "val"}
+        if self.fake is None:
+            return made
+        try:
+            made.meta["val"] = self._computed(made)
+        except (RuntimeError, ValueError):
+            if op_name(node) not in ("view", "_unsafe_view"):
+                raise
+            # A slice of a batch is not contiguous.
+            self.graph.erase_node(made)
+            source = self._made(
+                node, torch.ops.aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}
+            )
+            made = self._made(node, target, (source, *args[1:]), kwargs)
+        return made
+
+    def _computed(self, node: Node) -> Any:
+        """The metadata of a call."""
+        assert self.fake is not None and callable(node.target)
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
+        with self.fake:
+            return node.target(*args, **kwargs)
+
+
+def depends_on(node: Node, inputs: Collection[Node]) -> bool:
+    """Whether a node is computed from one of these inputs, or is one."""
+    seen, todo = set[Node](), [node]
+    while todo:
+        if (n := todo.pop()) in inputs:
+            return True
+        if n not in seen:
+            seen.add(n)
+            todo += n.all_input_nodes
+    return False
+
+
+def part_of(node: Node, part: Slice | None, fake: FakeTensorMode | None) -> Any:
+    """The metadata of a node, or of a slice of it."""
+    value = node.meta["val"]
+    if part is None or fake is None:
+        return value
+    shape = [part.size if d == part.dim else n for d, n in enumerate(value.shape)]
+    with fake:
+        return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
