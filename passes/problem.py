@@ -146,7 +146,7 @@ class Region:
     """A piece of pure compute.  ``key``: digest of its structure; regions with equal keys are lowered once.
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: in the order of the region's
-    inputs.
+    inputs.  ``live``: most bytes of activations that are alive while it runs (cost/live.py).
     """
 
     index: int
@@ -156,6 +156,7 @@ class Region:
     nodes: int
     weights: tuple[str, ...]
     cost: RegionCost
+    live: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +197,11 @@ class Problem:
     def unpacked_bytes(self) -> int:
         """Most bytes of values that a region has unpacked at a time, beside the weights: one weight after the other."""
         return max((w.source.values for w in self.weights), default=0)
+
+    @property
+    def live_bytes(self) -> int:
+        """Most bytes of activations that are alive at a time, without :attr:`unpacked_bytes`."""
+        return max((r.live for r in self.regions), default=0)
 
     @property
     def piece_bytes(self) -> int:

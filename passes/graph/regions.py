@@ -27,6 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import region_cost
+from chunkflow_compile.passes.cost.live import Storages, live_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.packing import Layout
@@ -89,11 +90,16 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The cut of the same graph at other sizes: costs are other ones."""
+        """The cut of the same graph at other sizes: costs and bytes of activations are other ones."""
         costs = {key: cost_at(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
         return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
+
+    @cached_property
+    def storages(self) -> Storages:
+        """The memory of the graph's values."""
+        return storages_at(self.traced, self.discovery)
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
@@ -367,6 +373,12 @@ def cost_at(module: GraphModule, traced: Traced) -> RegionCost:
     return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
 
 
+def storages_at(traced: Traced, discovery: Discovery) -> Storages:
+    """The memory of the values of a traced graph, at its sizes."""
+    values = {n: concrete(n.meta.get("val"), traced.sizes) for n in traced.graph.graph.nodes}
+    return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
+
+
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:
     if user in segments.lazy:
         return any(_reads_from_outside(u, members, segments) for u in user.users)
@@ -377,6 +389,7 @@ def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
+    live = live_of(storages_at(traced, discovery), sequence)
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
@@ -419,5 +432,8 @@ def problem_at(
         for node, at in started
     ]
     return Problem(
-        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
+        regions=tuple(replace(r, live=peak) for r, peak in zip(regions, live.peaks, strict=True)),
+        collectives=tuple(collectives),
+        weights=tuple(weights),
+        ranks=traced.together,
     )
