@@ -12,7 +12,8 @@ The order of the kernels is the one of several that needs the fewest bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -55,11 +56,13 @@ _POINTWISE = frozenset(
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean")
 )
+# Products whose result is stored where Inductor says.
+_WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
 # Views whose elements are in the order of those that they view.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
 # Inductor's realize_reads_threshold, and its defaults of realize_acc_reads_threshold and realize_opcount_threshold.
 _MOST_SHARED_READS, _MOST_READS, _MOST_OPS = 4, 8, 30
-_CAT, _COPY = torch.ops.aten.cat.default, torch.ops.aten.copy.default
+_COPY = torch.ops.aten.copy.default
 _READ_NO_VALUES = frozenset(
     ("empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like", "zeros_like")
 )
@@ -227,8 +230,10 @@ class _Kernels:
         self.storages, self.part = storages, part
         self.bases, self.values = storages.bases, storages.values
         self.outputs = {self.bases[n] for n in part.outputs}
-        made = [n for n in _between(part) if self.bases[n] is n and tensors(self.values[n])]
-        made.sort(key=storages.position.__getitem__)
+        nodes = sorted(_between(part), key=storages.position.__getitem__)
+        if storages.fused:
+            nodes = _near_readers(nodes, part.outputs)
+        made = [n for n in nodes if self.bases[n] is n and tensors(self.values[n])]
         self.readers: dict[Node, list[Node]] = {}
         for node in made:
             for base in dict.fromkeys(self.bases[a] for a in _operands(node)):
@@ -239,15 +244,23 @@ class _Kernels:
             self._fuse()
 
     def profile(self) -> Profile:
-        kernels, nbytes = self.kernels, self._stored()
-        for kernel in kernels:
+        nbytes = self._stored()
+        for kernel in self.kernels:
             kernel.writes &= nbytes.keys()
-        orders = [kernels, _fewest_first(kernels, nbytes, self.outputs)] if self.storages.fused else [kernels]
-        owns = [_own(order, nbytes, self.outputs) for order in orders]
-        own = min(owns, key=lambda own: max(own, default=0))
-        order = orders[owns.index(own)]
-        last = {base: i for i, kernel in enumerate(order) for base in kernel.reads}
+        orders = [self.kernels]
+        if self.storages.fused:
+            orders.append(_fewest_first(self.kernels, nbytes, self.outputs))
+        made = [_Made(order, nbytes, self.outputs) for order in orders]
+        chosen = min(made, key=lambda made: made.expected_peak)
+        own = chosen.in_place(self._reused) if self.storages.fused else chosen.expected
+        last = {base: i for i, kernel in enumerate(chosen.order) for base in kernel.reads}
         return Profile(own=tuple(own), until=tuple(last.get(self.bases[n], -1) for n in self.part.inputs))
+
+    def _reused(self, base: Node) -> object:
+        """What the memory of a value has in common with that of a dead one in which it is stored, None if it is not."""
+        if base in self.alone and _name(base) not in _WITH_OUT:
+            return None
+        return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
 
     def _lowered(self, made: Sequence[Node]) -> list[_Kernel]:
         """The kernels before any are fused: one for each value that Inductor realizes."""
@@ -257,16 +270,17 @@ class _Kernels:
             for argument in _operands(node):
                 base = self.bases[argument]
                 read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
-                if node.target is _CAT and base in inlined:  # computed where it belongs
-                    kernels.append(_Kernel(read.reads, {node}, read.strided, _elements(self.values[argument])))
-                    continue
+                if _is_cat(node):  # each operand is written to its place by a kernel of its own
+                    kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
+                    kernels.append(kernel)
                 kernel.reads |= read.reads
                 kernel.strided |= read.strided if self._in_order(argument) else read.reads
                 ops += more
-            if self._is_realized(node, len(kernel.reads), ops):
-                kernels.append(kernel)
-            else:
-                inlined[node] = kernel, ops
+            if not _is_cat(node):
+                if self._is_realized(node, len(kernel.reads), ops):
+                    kernels.append(kernel)
+                else:
+                    inlined[node] = kernel, ops
         return kernels
 
     def _is_realized(self, node: Node, reads: int, ops: int) -> bool:
@@ -284,9 +298,10 @@ class _Kernels:
     def _in_order(self, argument: Node) -> bool:
         """Whether it has the elements of its memory in their order."""
         while self.bases[argument] is not argument and argument not in self.part.inputs:
-            if _name(argument) not in _IN_ORDER:
+            viewed = argument.all_input_nodes[0]
+            if _name(argument) not in _IN_ORDER and not _is_result(argument, self.bases):
                 return False
-            argument = argument.all_input_nodes[0]
+            argument = viewed
         return True
 
     def _fuse(self) -> None:
@@ -397,27 +412,62 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
     return order
 
 
-def _own(order: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> list[int]:
-    """Bytes of the region's own values at each kernel."""
-    last = {base: i for i, kernel in enumerate(order) for base in (*kernel.writes, *kernel.reads)}
-    now, alive, own = 0, dict[Node, int](), list[int]()
-    for i, kernel in enumerate(order):
-        dying = [b for b in kernel.reads if b in alive and last[b] == i and b not in outputs]
-        for base in kernel.writes - alive.keys():
-            alive[base] = nbytes[base]
-            now += nbytes[base]
-            overwritten = next((b for b in dying if kernel.size and _fits(b, base, kernel, nbytes)), None)
-            if overwritten is not None:
-                dying.remove(overwritten)
-                now -= alive.pop(overwritten)
-        own.append(now)
-        unread = [b for b in kernel.writes if last[b] == i and b not in outputs]
-        now -= sum(alive.pop(b) for b in {*dying, *unread})
-    return own
+class _Made:
+    """The values that kernels make in this order.  ``expected``: their bytes at each kernel by Inductor's estimate, which
+    knows of no value that is overwritten and counts the parts of a concatenation by themselves."""
 
+    def __init__(self, order: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> None:
+        self.order, self.nbytes = order, nbytes
+        self.dying: list[list[Node]] = [[] for _ in order]
+        last = {base: i for i, kernel in enumerate(order) for base in (*kernel.writes, *kernel.reads) if base in nbytes}
+        for base, i in last.items():
+            if base not in outputs:
+                self.dying[i].append(base)
+        self.expected = list[int]()
+        written = {base: i for i, kernel in enumerate(order) for base in kernel.writes}
+        now, alive = 0, set[Node]()
+        for i, kernel in enumerate(order):
+            now += sum(nbytes[b] for b in kernel.writes - alive)
+            alive |= kernel.writes
+            joined = sum(nbytes[b] for b in kernel.writes if _is_cat(b) and written[b] == i)
+            self.expected.append(now + joined)
+            now -= sum(nbytes[b] for b in self.dying[i])
+        self.expected_peak = max(self.expected, default=0)
 
-def _fits(old: Node, new: Node, kernel: _Kernel, nbytes: Mapping[Node, int]) -> bool:
-    return nbytes[old] == nbytes[new] and old not in kernel.strided
+    def in_place(self, reused: Callable[[Node], object]) -> list[int]:
+        """Their bytes at each kernel, where values overwrite others.
+
+        One is stored in a dead one of its kind even if that died long before, unless more bytes are then expected at
+        the peak.  ``reused``: what is equal for values of one kind.
+        """
+        expected, own = list(self.expected), list[int]()
+        dead: dict[object, list[int]] = {}
+        now, alive = 0, set[Node]()
+        for i, kernel in enumerate(self.order):
+            dying = list(self.dying[i])
+            own.append(0)
+            for base in sorted(kernel.writes - alive, key=lambda b: -self.nbytes[b]):
+                alive.add(base)
+                old = next((b for b in dying if self._overwrites(kernel, base, b)), None)
+                if old is not None:
+                    dying.remove(old)
+                    continue
+                size, ends = self.nbytes[base], dead.get(reused(base))
+                now += size
+                if ends and size + max(expected[ends[-1] + 1 : i], default=0) <= max(self.expected_peak, size):
+                    for k in range(ends.pop() + 1, i):
+                        expected[k] += size
+                        own[k] += size
+            own[i] += now
+            for base in dying:
+                now -= self.nbytes[base]
+                if (kind := reused(base)) is not None:
+                    dead.setdefault(kind, []).append(i)
+        return own
+
+    def _overwrites(self, kernel: _Kernel, new: Node, old: Node) -> bool:
+        alike = self.nbytes[old] == self.nbytes[new] and old not in kernel.strided and old not in kernel.writes
+        return alike and bool(kernel.size) and not (_is_cat(new) or _is_cat(old))
 
 
 def _between(part: Part) -> set[Node]:
@@ -429,6 +479,25 @@ def _between(part: Part) -> set[Node]:
             found.add(node)
             todo += node.all_input_nodes
     return found
+
+
+def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node]:
+    """Each node as late as it can be, as Inductor's reorder_for_locality moves them."""
+    order, members, seen = list(nodes), set(nodes), set[Node]()
+
+    def move_before(position: int, operands: Iterable[Node]) -> None:
+        for node in operands:
+            if node not in members or node in seen or node.target is operator.getitem:
+                continue
+            if all(user in seen or user not in members for user in node.users):
+                order.remove(node)
+                order.insert(position - 1, node)
+
+    move_before(len(order), outputs)
+    for position in range(len(order) - 1, -1, -1):
+        seen.add(order[position])
+        move_before(position, order[position].all_input_nodes)
+    return order
 
 
 def _operands(node: Node) -> list[Node]:
@@ -446,6 +515,15 @@ def _name(node: Node) -> str:
     return str(node.target.overloadpacket.__name__) if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
+def _is_cat(node: Node) -> bool:
+    return _name(node) in ("cat", "stack")
+
+
+def _is_result(node: Node, bases: Mapping[Node, Node]) -> bool:
+    """Whether a node is one of the results of an op that returns several."""
+    return node.target is operator.getitem and bases[node] is node.args[0]
+
+
 def _is_pointwise(node: Node) -> bool:
     target: Any = node.target
     return _name(node) in _POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
@@ -456,4 +534,4 @@ def _is_alone(node: Node, values: Values) -> bool:
     used = [t for n in (node, *node.all_input_nodes) for t in tensors(values[n])]
     if any(t.is_complex() for t in used):
         return True
-    return not (_is_pointwise(node) or node.target is _CAT or _name(node) in _REDUCTIONS)
+    return not (_is_pointwise(node) or _is_cat(node) or _name(node) in _REDUCTIONS)
