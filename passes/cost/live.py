@@ -267,7 +267,10 @@ class _Kernels:
         kernels, inlined = list[_Kernel](), dict[Node, tuple[_Kernel, int]]()
         for node in made:
             kernel, ops = _Kernel(set(), {node}, set(), self._size(node)), 1
-            for argument in _operands(node):
+            operands = _operands(node)
+            if node in self.alone:
+                kernels += [inlined.pop(b)[0] for b in dict.fromkeys(self.bases[a] for a in operands) if b in inlined]
+            for argument in operands:
                 base = self.bases[argument]
                 read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
                 if _is_cat(node):  # each operand is written to its place by a kernel of its own
@@ -281,11 +284,11 @@ class _Kernels:
                     kernels.append(kernel)
                 else:
                     inlined[node] = kernel, ops
-        return kernels
+        return [*kernels, *(inlined.pop(b)[0] for n in self.part.outputs if (b := self.bases[n]) in inlined)]
 
     def _is_realized(self, node: Node, reads: int, ops: int) -> bool:
         readers = self.readers.get(node, [])
-        if node in self.outputs or not _is_pointwise(node) or self.alone.intersection((node, *readers)):
+        if node in self.part.outputs or node in self.alone or not _is_pointwise(node):
             return True
         return (len(readers) > 1 and reads > _MOST_SHARED_READS) or reads > _MOST_READS or ops + reads > _MOST_OPS
 
