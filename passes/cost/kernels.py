@@ -25,7 +25,7 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 
     ``fused``: as Inductor groups them; else each op is one.
     """
-    bases, depths = _bases(values), _depths(values, products)
+    bases, depths = bases_of(values), _depths(values, products)
     others = (n for n in values if n not in products and n.op == "call_function" and not _moves_nothing(n))
     ops = [n for n in others if tensors(values[n])]
     groups = UnionFind(ops)
@@ -49,7 +49,7 @@ def _moves_nothing(node: Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def _bases(values: Values) -> dict[Node, Node]:
+def bases_of(values: Values) -> dict[Node, Node]:
     """Node -> the node that made its memory."""
     bases: dict[Node, Node] = {}
     for node in values:

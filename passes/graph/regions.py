@@ -27,6 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import gemm_tiles, region_cost
+from chunkflow_compile.passes.cost.live import Storages, live_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.packing import Layout
@@ -110,12 +111,17 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The cut of the same graph at other sizes: costs are other ones."""
+        """The cut of the same graph at other sizes: costs and bytes of activations are other ones."""
         regions = {region.info.key: region for region in self.regions}
         costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
         return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
+
+    @cached_property
+    def storages(self) -> Storages:
+        """The memory of the graph's values."""
+        return storages_at(self.traced, self.discovery)
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
@@ -385,13 +391,19 @@ def _build(
 
 
 def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
-    """The cost of a region at the sizes of a traced graph: of all its calls, if it is ``slicing``."""
+    """The cost of a region at the sizes of a traced graph: of all its calls, if it is repeated."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
     cost = region_cost(values, traced.fused)
     if slicing is None:
         return cost
     tiles = tuple((count, flops * slicing.repeat) for count, flops in gemm_tiles(values))
     return replace(cost.repeated(slicing.repeat), tiles=tiles)
+
+
+def storages_at(traced: Traced, discovery: Discovery) -> Storages:
+    """The memory of the values of a traced graph, at its sizes."""
+    values = {n: concrete(n.meta.get("val"), traced.sizes) for n in traced.graph.graph.nodes}
+    return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:
@@ -404,6 +416,7 @@ def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
+    live = live_of(storages_at(traced, discovery), sequence)
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
@@ -446,5 +459,8 @@ def problem_at(
         for node, at in started
     ]
     return Problem(
-        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
+        regions=tuple(replace(r, live=peak) for r, peak in zip(regions, live.peaks, strict=True)),
+        collectives=tuple(collectives),
+        weights=tuple(weights),
+        ranks=traced.together,
     )
