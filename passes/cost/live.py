@@ -20,12 +20,13 @@ from itertools import combinations
 from typing import Any, Protocol
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.problem import Region
 
 from .kernels import Values, bases_of, tensor_bytes, tensors
 
+_COPY = torch.ops.aten.copy_.default
 # Ops that Inductor computes element by element although torch does not tag them as pointwise.
 _POINTWISE = frozenset(
     (
@@ -35,6 +36,7 @@ _POINTWISE = frozenset(
         "clone",
         "constant_pad_nd",
         "copy",
+        "copy_",
         "embedding",
         "empty",
         "empty_like",
@@ -87,23 +89,39 @@ class Profile:
 
 
 class Regional(Protocol):
-    """A region of a cut: nodes of the whole graph that it reads and returns."""
+    """A region of a cut: nodes of the whole graph that it reads and returns.  ``slicing``: None unless its code, the graph
+    ``module``, is called for one slice after the other."""
 
     @property
     def info(self) -> Region: ...
+    @property
+    def module(self) -> GraphModule: ...
+    @property
+    def slicing(self) -> Slicing | None: ...
     @property
     def inputs(self) -> tuple[Node, ...]: ...
     @property
     def outputs(self) -> tuple[Node, ...]: ...
 
 
+class Slicing(Protocol):
+    """How a region is repeated, see graph/regions.py."""
+
+    @property
+    def repeat(self) -> int: ...
+    @property
+    def writes(self) -> Sequence[tuple[Any, int | None]]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A region as nodes of the whole graph.  ``key``: parts with equal keys have equal profiles."""
+    """A region as nodes of the whole graph.  ``key``: parts with equal keys have equal profiles.  ``region``: itself if it is
+    in slices, whose values are no nodes of the whole graph."""
 
     key: object
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    region: Regional | None = None
 
 
 @dataclass(frozen=True)
@@ -168,8 +186,24 @@ class Storages:
 
     def profile(self, part: Part) -> Profile:
         if part.key not in self.profiles:
-            self.profiles[part.key] = _Kernels(self, part).profile()
+            made = _Kernels(self, part).profile() if part.region is None else self._profile_in_slices(part.region)
+            self.profiles[part.key] = made
         return self.profiles[part.key]
+
+    def _profile_in_slices(self, region: Regional) -> Profile:
+        """Of a region whose code is called for one slice after the other: its inputs are alive until the last call is over."""
+        nodes, slicing = region.module.graph.nodes, region.slicing
+        assert slicing is not None
+        taken = tuple(node for node in nodes if node.op == "placeholder")
+        (returned,) = region.module.graph.output_node().args
+        written = tuple(node for node in nodes if node.target is _COPY)
+        values = {node: node.meta.get("val") for node in nodes}
+        inside = Storages(values, frozenset((*taken, *written)), self.fused)
+        outputs = written if slicing.writes else tuple(node for node in returned if isinstance(node, Node))  # type: ignore[union-attr]
+        own = inside.profile(Part(key=(), inputs=taken, outputs=outputs)).own
+        whole = zip(region.outputs, slicing.writes, strict=False)
+        fresh = sum(self.nbytes(self.bases[node]) for node, (_, over) in whole if over is None)
+        return Profile(own=tuple(fresh + now for now in own), until=(len(own) - 1,) * len(region.inputs))
 
 
 def _read(item: Part | Node) -> Iterable[Node]:
@@ -203,7 +237,9 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
 def _joined(regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]) -> Part:
     """One part for several regions, of which position ``end`` of the sequence is the last."""
     if len(regions) == 1:
-        return Part(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
+        (region,) = regions
+        sliced = None if region.slicing is None else region
+        return Part(key=region.info.key, inputs=region.inputs, outputs=region.outputs, region=sliced)
     made = [n for region in regions for n in region.outputs]
     inputs = tuple(dict.fromkeys(n for region in regions for n in region.inputs if n not in made))
     outputs = tuple(n for n in made if n in results or outside.get(n, -1) > end)

@@ -400,9 +400,10 @@ def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None)
     return replace(cost.repeated(slicing.repeat), tiles=tiles)
 
 
-def storages_at(traced: Traced, discovery: Discovery) -> Storages:
-    """The memory of the values of a traced graph, at its sizes."""
-    values = {n: concrete(n.meta.get("val"), traced.sizes) for n in traced.graph.graph.nodes}
+def storages_at(traced: Traced, discovery: Discovery, more: Iterable[Node] = ()) -> Storages:
+    """The memory of the values of a traced graph, at its sizes.  ``more``: values of a cut of it."""
+    nodes = dict.fromkeys((*traced.graph.graph.nodes, *more))
+    values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
     return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
 
 
@@ -416,7 +417,8 @@ def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
-    live = live_of(storages_at(traced, discovery), sequence)
+    made = [node for item in sequence if isinstance(item, CutRegion) for node in item.outputs]
+    live = live_of(storages_at(traced, discovery, made), sequence)
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
