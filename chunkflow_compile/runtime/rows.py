@@ -120,28 +120,23 @@ class Rows:
         self._expire(versions)
         return key not in self._rows
 
-    def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int | None = None) -> list[Missing]:
+    def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
         """The rows to compute after a miss: the one of the call first, then guesses, never more than fit in the table.
 
-        ``row_bytes``: bytes of a row at these sizes; without it, those of a row of the same sizes in the table are taken, and
-        nothing is guessed if there is none.  If no call has been a hit since the last guesses, at most half as many are made.
+        ``row_bytes``: size of each row.  If no call has been a hit since the last guesses, at most half as many are made.
         Least recently used rows are evicted to make room for the new ones before they are computed.
         """
-        asked = [Missing(key, list(inputs))]
-        nbytes = row_bytes or next((row.nbytes for old, row in self._rows.items() if _sizes(old) == _sizes(key)), None)
-        if nbytes is None:
-            return asked
         most = self._most_bytes()
-        self._check(nbytes, most)
-        room = min(MOST_ROWS, most // nbytes)
+        self._check(row_bytes, most)
+        room = min(MOST_ROWS, most // row_bytes)
         following = guesses(
             key, inputs, self._bits.elements_of_base, self._expected, self._used, self._rows.__contains__
         )
         wanted = dict.fromkeys(guess for guess in following if guess != key and guess not in self._rows)
         chosen = list(islice(wanted, (room - 1) >> self._guesses_since_hit))
         self._guesses_since_hit += bool(chosen)
-        asked += _with_inputs(chosen, key, inputs)
-        self._evict(most - len(asked) * nbytes, MOST_ROWS - len(asked))
+        asked = [Missing(key, list(inputs)), *_with_inputs(chosen, key, inputs)]
+        self._evict(most - len(asked) * row_bytes, MOST_ROWS - len(asked))
         return asked
 
     def add(self, missing: Sequence[Missing], outputs: Sequence[Sequence[torch.Tensor]], seconds: float = 0.0) -> Row:
@@ -235,11 +230,6 @@ class Table:
         gone = any(value is None and ref is not None for value, ref in zip(weights, self._weights, strict=True))
         if not gone and (compute := self._compute()) is not None:
             compute(weights, slow)
-
-
-def _sizes(key: Key) -> list[Any]:
-    """The shapes among a key."""
-    return [value[1] for value in key if len(value) == 3]
 
 
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
