@@ -450,6 +450,7 @@ def test_rows_are_the_models_own() -> None:
     for pair in (first, other):
         said = str(explain(pair.model, details=True)).replace("\n", " ")
         assert "1 rows of 768 B in a table of at most 4.5 KiB; 1 of 2 calls found theirs" in said
+        assert "of weights, 768 B of results of hoisted weights" in said
 
 
 def test_a_restored_model_starts_without_rows_and_a_reset_one_runs(pair: Pair) -> None:

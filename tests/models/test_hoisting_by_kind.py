@@ -15,6 +15,7 @@ from helpers import Stack, small_twins, twins
 from pipelines import Applied, expected
 from small_pipelines import SMALL_PIPELINES
 from step_caches import step_cache
+from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import cycles, explain
@@ -306,4 +307,35 @@ def test_blocks_without_modulations(caplog: pytest.LogCaptureFixture) -> None:
     x, timestep = torch.randn(4, 8), torch.ones(1)
     assert torch.equal(model(x, timestep), twin(x, timestep))
     assert caplog.text.count("hoist=True changes nothing for blocks.0 and the blocks of its kind") == 1
+    assert not hoisting_notes(model)
+
+
+class Broken(nn.Module):
+    """Graph breaks divide it, and its second part reads the modulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.projection = nn.Linear(8, 64), nn.Linear(32, 32)
+        self.before, self.after = nn.Linear(32, 80), nn.Linear(32, 80)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        x = x + self.before(x)[..., :32]
+        torch._dynamo.graph_break()
+        scale, shift = self.modulation(t)[:, None].chunk(2, dim=-1)
+        x = x + self.projection(x * (1 + scale) + shift)
+        torch._dynamo.graph_break()
+        return self.after(x)
+
+
+def test_what_is_not_hoisted_in_a_part_that_is_no_block_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = twins(Broken)
+    run = torch.compile(model, backend="chunkflow", options={**EAGER, "hoist": True, "min_bytes": 64})
+    t = torch.randn(1, 8)
+    for tokens in (16, 16, 24):
+        x = torch.randn(1, tokens, 32)
+        assert torch.equal(run(x, t), twin(x, t))
+    said = (
+        "for the part of the model that reads modulation.weight, although 2 of its weights (2.2 KiB) could be hoisted"
+    )
+    assert caplog.text.count(said) == 1
     assert not hoisting_notes(model)
