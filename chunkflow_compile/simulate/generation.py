@@ -33,7 +33,7 @@ class Component:
     """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``small``: those of its weights that stay on the
     device while other components run.  ``cut``: of its compiled call; None for one that runs eagerly, whose calls take
     ``seconds``.  ``pack``: whether weights are packed where it is planned.  ``calls``: in a generation, one after another.
-    ``hoist``: whether what its ``halves`` compute once for many calls is hoisted, see :class:`Halves`; None without any."""
+    ``halves``: those of its graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned."""
 
     name: str
     weights: int
