@@ -139,7 +139,7 @@ class CallSite:
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
-                    if not self._has_only_been_written(offloaded):
+                    if not self._take_versions(offloaded):
                         return False
                     self._marks = marks
         except AttributeError:  # it is an ordinary tensor now, or in no store
@@ -150,10 +150,10 @@ class CallSite:
         # one that has become offloaded is the same object of another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
 
-    def _has_only_been_written(self, offloaded: Iterable[torch.Tensor]) -> bool:
-        """Whether no weight was exchanged, restored, replaced, given other memory, packed or unpacked.
+    def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
+        """Take over the versions of weights that were written, because their copies on the device are out of date.
 
-        Takes over the versions of those that were written: copies of these on the device are out of date.
+        Returns False if a weight was exchanged, restored, replaced, given other memory, packed or unpacked.
         """
         states = list(map(state_of, offloaded))
         if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
@@ -162,7 +162,7 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Take over the states of the offloaded weights, and what the next call compares of their versions."""
+        """Keep the states of the offloaded weights, and the versions that the next call compares."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states

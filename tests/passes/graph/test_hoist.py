@@ -26,7 +26,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import MOST_ROWS, hoisting_of, rows_within
 from chunkflow_compile.passes.pipeline import Settings, stages
 
-SIZE = Size(layers=2, singles=1)
+SIZE = Size(layers=1, singles=1)
 FAST = str(Path(__file__).parents[2] / "fast_compute.json")
 
 
