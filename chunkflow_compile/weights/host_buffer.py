@@ -77,6 +77,12 @@ class Life:
     def __init__(self) -> None:
         self.state = object()
 
+    def change(self) -> None:
+        self.state = object()
+
+    def leave_store(self) -> None:
+        self.__dict__.pop("state", None)
+
 
 class HostBuffer:
     """The host memory of one weight.
@@ -154,7 +160,7 @@ class HostBuffer:
         """Be in no store from now on: its weight is in no placed model."""
         self._store, self.pieces, self.keeps_pieces = None, None, False
         if (life := self.life) is not None:
-            life.__dict__.pop("state", None)
+            life.leave_store()
 
     @property
     def name(self) -> str:
@@ -338,9 +344,9 @@ class HostBuffer:
     def _changed(self) -> None:
         """Give the weight another state, which programs compare."""
         if (life := self.life) is not None:
-            life.state = object()
+            life.change()
             if self._store is None:  # asked last: another thread may make it leave
-                life.__dict__.pop("state", None)
+                life.leave_store()
 
     def _set_form(self, form: Form) -> None:
         if form is not self.form:
