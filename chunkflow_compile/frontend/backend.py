@@ -119,10 +119,12 @@ def chunkflow(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     name: str | None = None,
+    by_kind: bool = False,
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
     ``options``, ``mode``, ``name``: as given to torch.compile, which passes ``name`` from 2.15 on; it changes nothing here.
+    ``by_kind``: whether the model is compiled in parts on purpose, each kind of block once.
     A frame without weights is lowered as it is.
     Raises ChunkflowError before any weight moves: for unknown options, settings of torch that are refused, gradients,
     inputs on another device than the weights, weights that accelerate keeps or that are attributes of the graph, a graph
@@ -130,12 +132,14 @@ def chunkflow(
     """
     try:
         with awaited(example_inputs):
-            return _lowered(graph, example_inputs, options, mode)
+            return _lowered(graph, example_inputs, options, mode, by_kind)
     except ChunkflowError as error:
         raise CompilationError(chunkflow, error, inspect.currentframe()) from error
 
 
-def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None) -> Any:
+def _lowered(
+    graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None, by_kind: bool
+) -> Any:
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
     check_compile_cache(needed=chosen.lowering != "eager")
@@ -154,7 +158,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     progress = progress_of(graph if index.root is None else index.root)
     with progress.compiling():
         compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
-        compiler = replace(compiler, report=progress.say)
+        compiler = replace(compiler, report=progress.say, by_kind=by_kind)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
             traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
@@ -256,7 +260,7 @@ class _Compiler:
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
     being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
     this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: returns the
-    model, or None.
+    model, or None.  ``by_kind``: see :func:`chunkflow`.
     """
 
     chosen: Options
@@ -270,6 +274,7 @@ class _Compiler:
     expected: Goal | None = None
     pieces: int = 0
     slow: frozenset[int] | None = None
+    by_kind: bool = False
     root: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
@@ -284,7 +289,7 @@ class _Compiler:
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
         if hoisting is None:
-            warn_if_not_hoisted(traced, self.settings)
+            warn_if_not_hoisted(traced, self.settings, self.by_kind)
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)

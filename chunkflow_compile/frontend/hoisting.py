@@ -37,29 +37,32 @@ def preamble_of(
     placement: Placement | None,
     hoisting: Hoisting,
     chosen: Options,
-    by_kind: bool,
+    of_blocks: bool,
     make: Callable[[], CompiledGraph],
 ) -> Preamble:
     """The preamble of a graph: the one that a graph of the same model has made for another size, or else a new one.
 
-    ``chosen``: options of the graph.  ``by_kind``: whether it is compiled for all blocks of its kind.  ``make``: compiles
+    ``chosen``: options of the graph.  ``of_blocks``: whether it is compiled for all blocks of its kind.  ``make``: compiles
     the preamble.
     """
     key = hoisting.halves.key, chosen
     found = None if placement is None else placement.preamble(key)
     # blocks take what was computed from the timestep
-    follow = _unknown if by_kind else _timesteps_of
+    follow = _unknown if of_blocks else _timesteps_of
     return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
 
 
-def warn_if_not_hoisted(traced: Traced, settings: Settings) -> None:
-    """Warn if hoist=True has no effect on a part of a model.  A whole model raises an error instead."""
+def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
+    """Warn if hoist=True has no effect on a part of a model.  A whole model raises an error instead.
+
+    ``by_kind``: whether the model is compiled by kind: then the small parts beside its blocks are not worth a warning.
+    """
     if settings.goal.hoist is not True or settings.goal.policy != "chunkflow" or not settings.part:
         return
     name = next((p.name for p in traced.parameters if p.keep is None), "")
     if traced.repeats is not None:
         _log.warning(_NOTHING_IN_BLOCKS, block_of(name))
-    elif (halves := split(traced)) is not None:
+    elif not by_kind and (halves := split(traced)) is not None:
         warn_once(_A_PART.format(name=name, count=len(halves.hoisted), nbytes=size(halves.hoisted_bytes)))
 
 
