@@ -61,14 +61,14 @@ def _scheduler(**config: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
-def _parts(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
+def parts(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
     """The components of a pipeline.  ``tokens``: most in a prompt.  ``more``: others, or one in place of these."""
     found = {"transformer": transformer, "vae": vae, "scheduler": _scheduler(), "text_encoder": text_encoder}
     return {**found, "tokenizer": tokenizer(tokens), **more}
 
 
 # Of all transformers but Z-Image's.
-_HEADS: Config = {"num_attention_heads": 4, "attention_head_dim": 16}
+HEADS: Config = {"num_attention_heads": 4, "attention_head_dim": 16}
 # Of AutoencoderKL and AutoencoderKLFlux2.
 _IMAGE_VAE: Config = {
     "sample_size": 32,
@@ -89,7 +89,7 @@ def _image_vae() -> Any:
 def _wan_transformer(channels: int = 16, **config: Any) -> Any:
     return build_model(
         "WanTransformer3DModel",
-        **_HEADS,
+        **HEADS,
         patch_size=(1, 2, 2),
         in_channels=channels,
         out_channels=16,
@@ -112,7 +112,7 @@ def _wan() -> Components:
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
     )
-    return _parts(transformer, vae, umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
+    return parts(transformer, vae, umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
 
 
 def _wan_two_experts() -> Components:
@@ -141,7 +141,7 @@ def _wan_from_image() -> Components:
     }
 
 
-_FLUX: Config = {**_HEADS, "patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 3}
+_FLUX: Config = {**HEADS, "patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 3}
 
 
 def _flux() -> Components:
@@ -153,7 +153,7 @@ def _flux() -> Components:
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    return _parts(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
+    return parts(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
 
 
 def _flux2() -> Components:
@@ -165,14 +165,14 @@ def _flux2() -> Components:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    return _parts(transformer, build_model("AutoencoderKLFlux2", **_IMAGE_VAE), qwen3())
+    return parts(transformer, build_model("AutoencoderKLFlux2", **_IMAGE_VAE), qwen3())
 
 
 def _qwen_image(levels: int = 2) -> Components:
     """``levels``: of the VAE, each with half the edge of the one before."""
     transformer = build_model(
         "QwenImageTransformer2DModel",
-        **_HEADS,
+        **HEADS,
         patch_size=2,
         in_channels=16,
         out_channels=4,
@@ -190,7 +190,7 @@ def _qwen_image(levels: int = 2) -> Components:
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
-    return _parts(transformer, vae, qwen_vl(), 2048)
+    return parts(transformer, vae, qwen_vl(), 2048)
 
 
 def _qwen_image_edit() -> Components:
@@ -201,7 +201,7 @@ def _qwen_image_edit() -> Components:
 def _hunyuan_video() -> Components:
     transformer = build_model(
         "HunyuanVideoTransformer3DModel",
-        **_HEADS,
+        **HEADS,
         in_channels=4,
         out_channels=4,
         num_layers=2,
@@ -222,7 +222,7 @@ def _hunyuan_video() -> Components:
         layers_per_block=1,
         norm_num_groups=4,
     )
-    return _parts(
+    return parts(
         transformer, vae, llama(), scheduler=_scheduler(shift=7.0), text_encoder_2=clip(), tokenizer_2=tokenizer(77)
     )
 
@@ -230,7 +230,7 @@ def _hunyuan_video() -> Components:
 def _ltx() -> Components:
     transformer = build_model(
         "LTXVideoTransformer3DModel",
-        **_HEADS,
+        **HEADS,
         in_channels=8,
         out_channels=8,
         cross_attention_dim=64,
@@ -247,7 +247,7 @@ def _ltx() -> Components:
         spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
-    return _parts(transformer, vae, t5())
+    return parts(transformer, vae, t5())
 
 
 def _z_image() -> Components:
@@ -265,13 +265,13 @@ def _z_image() -> Components:
         axes_dims=[8, 4, 4],
         axes_lens=[256, 32, 32],
     )
-    return _parts(transformer, _image_vae(), qwen3())
+    return parts(transformer, _image_vae(), qwen3())
 
 
 def _sd3(**config: Any) -> Components:
     transformer = build_model(
         "SD3Transformer2DModel",
-        **_HEADS,
+        **HEADS,
         sample_size=32,
         patch_size=1,
         in_channels=4,
@@ -283,7 +283,7 @@ def _sd3(**config: Any) -> Components:
         **config,
     )
     projected = "CLIPTextModelWithProjection"
-    return _parts(
+    return parts(
         transformer,
         _image_vae(),
         clip(projected),

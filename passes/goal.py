@@ -27,8 +27,8 @@ class Goal:
     fewer bytes on the device.
     ``hoist``: whether products that no latent reaches are computed once for many steps (graph/hoist.py), so that their
     weights need not be streamed in each; "auto" where a step is then predicted to be shorter.
-    ``split``: into how many slices the tokens of each block are split (graph/split.py), so that fewer bytes of activations are
-    alive; "auto" for as few as a budget of weights and activations needs.
+    ``split``: into how many slices the tokens of each block are split (graph/split.py), so that fewer bytes of activations
+    are alive; "auto" for as few as a budget of weights and activations needs.
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores a
     field.
     """

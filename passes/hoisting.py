@@ -1,12 +1,12 @@
-"""Hoisting: whether the products that no latent reaches are hoisted, and the settings of the two programs that they leave.
+"""Hoisting: decides whether the matrix products that do not depend on the latent are hoisted, and plans both halves.
 
 Contract
     On entry: a Traced, and settings whose goal allows hoisting.
-    On exit: main is planned with the memory of the table counted, in an arena that is large enough for the preamble.  In the
-    preamble every weight streams, through two regions' worth of memory: it runs once for many steps, and keeps nothing.
-    None if there is nothing to hoist, or if "auto" predicts no gain.
-    A block that is compiled by kind has a table of its own; the tables of all blocks of its kind share the part of the budget
-    that a whole model's table has.
+    On exit: the settings of both halves, or None if there is nothing to hoist or "auto" predicts no gain.  Main's settings
+    count the memory of the table, and its arena is large enough for the preamble.  The preamble runs once for many steps, so
+    none of its weights stays on the device: all stream through the memory of two regions.
+    Each block that is compiled by kind has its own table.  The tables of all blocks of a kind share the part of the budget
+    that the table of a whole model would get.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.units import enough, size
 
+from .goal import Goal
 from .pipeline import Settings, choose_cut, make_plan
 
-# Most rows of a table: a schedule of 50 steps for two prompts.
+# Most rows of a table: enough for a schedule of 50 steps for two prompts.
 MOST_ROWS = 128
-# The table takes at most one part in so many of the budget.
+# The table takes at most 1 / 16 of the budget.
 _SHARE_OF_ROWS = 16
-# Steps of a generation, over which the copies of the preamble are spread: diffusers' examples of FLUX.1 have 28, those of
-# Qwen-Image and HunyuanVideo 50.
+# Steps of a generation, over which the time of the preamble is spread.  The examples in diffusers use 28 steps for FLUX.1,
+# and 50 for Qwen-Image and HunyuanVideo.
 STEPS = 28
-# Regions of the preamble whose weights lie in the arena at a time: one is copied while the other computes.
+# Number of regions of the preamble whose weights are in the arena at the same time: one is copied while the other computes.
 _REGIONS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class HoistingFigures:
-    """What hoisting takes and saves, in numbers.
+    """The costs and savings of hoisting in numbers.
 
-    ``weights``, ``nbytes``: the weights that are hoisted.  ``values``, ``row_bytes``: size of a row.  ``slow``: number of
-    inputs that the rows depend on.  ``rows``: most that the table holds.  ``outside``, ``arena``: of the settings of main.
-    ``fill_s``: seconds of a pass over the preamble, for the rows of a generation of :data:`STEPS` steps.
+    ``weights``, ``nbytes``: number and size of the hoisted weights.  ``values``, ``row_bytes``: number of values and bytes
+    per row.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the table.  ``outside``, ``arena``: of
+    main's settings.  ``fill_s``: seconds of a pass over the preamble that computes the rows of :data:`STEPS` steps.
     """
 
     weights: int
@@ -59,17 +60,17 @@ class HoistingFigures:
 
     @property
     def seconds_per_call(self) -> float:
-        """What the preamble adds to a call: a pass per generation, nothing if one input alone, as the timestep, is slow,
-        because it takes the same values in the next generation."""
+        """Seconds that the preamble adds to each call, if it runs once per generation.  0 if rows depend on one input only:
+        this is the timestep, which takes the same values in every generation."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hoisting:
-    """Both halves of a model as they are planned.
+    """Both halves of a model, with the settings to plan them.
 
-    ``preamble``, ``main``: the settings of each.  ``preamble_cut``, ``preamble_plan``: of the preamble.  ``rows``: most that
-    the table holds.
+    ``preamble``, ``main``: settings of each half.  ``preamble_cut``, ``preamble_plan``: cut and plan of the preamble.
+    ``rows``: capacity of the table.
     """
 
     halves: Halves
@@ -95,7 +96,7 @@ class Hoisting:
         )
 
     def _fill_seconds(self, rows: int) -> float:
-        """The predicted time of a pass over the preamble that computes so many rows."""
+        """The predicted time of a pass over the preamble that computes this number of rows."""
         problem, settings = self.preamble_cut.problem, self.preamble
         regions = tuple(replace(r, cost=r.cost.repeated(rows)) for r in problem.regions)
         simulator = Simulator(replace(problem, regions=regions), settings.hardware, settings.chunk_bytes)
@@ -103,10 +104,10 @@ class Hoisting:
 
 
 def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
-    """How a model is hoisted, as the goal of ``settings`` says; None if it is not.
+    """The halves of a graph if it is hoisted, as the goal of ``settings`` says; else None.
 
-    Raises ChunkflowError if it must be and there is nothing to hoist, or if a row does not fit the budget.  Of the parts of a
-    model only blocks are hoisted, and not all kinds of blocks need have anything to hoist.
+    Only whole models, and blocks that are compiled by kind, are hoisted.  A kind of block need not contain anything to hoist.
+    Raises ChunkflowError for hoist=True if there is nothing to hoist in a whole model, or if a row does not fit the budget.
     """
     goal, repeats = settings.goal, traced.repeats
     if not goal.hoist or goal.policy != "chunkflow" or (settings.part and repeats is None):
@@ -123,15 +124,15 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
         check_halves(traced, halves)
     if goal.hoist != "auto":
         return plan_halves(halves, settings, repeats)
-    with contextlib.suppress(ChunkflowError):  # the budget has no room for it
+    with contextlib.suppress(ChunkflowError):  # a row does not fit the budget
         if _pays(traced, settings, hoisting := plan_halves(halves, settings, repeats)):
             return hoisting
     return None
 
 
 def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
-    """How many rows a table holds at most.  ``goal``: of the model.  ``repeats``: the blocks, each with a table,
-    which share their part of it.  Raises ChunkflowError if it has no room for one row of each."""
+    """The capacity of a table in rows.  ``goal``: of the model, or of a call of one block.  ``repeats``: the blocks of the
+    kind, whose tables share their part of the model's budget.  Raises ChunkflowError if one row per table does not fit."""
     if (memory := goal.memory) is None:
         return MOST_ROWS
     option, row_bytes, share = goal.option, halves.row_bytes, memory
@@ -147,14 +148,17 @@ def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> i
 
 
 def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = None) -> Hoisting:
-    """The settings of both halves.  ``settings``: of the model.  ``repeats``: of the traced graph.
+    """Plan the preamble, and make the settings of main.  ``settings``: settings of the model.  ``repeats``: the blocks of its
+    kind, if the graph is a block.
 
     Raises ChunkflowError if a row does not fit the budget.
     """
     rows = rows_within(halves, settings.goal, repeats)
     alone = replace(
         settings,
-        goal=replace(settings.goal, memory=None, activations=False, slowdown=None, hoist=False, peers=False, yields="auto"),
+        goal=replace(
+            settings.goal, memory=None, activations=False, slowdown=None, hoist=False, peers=False, yields="auto"
+        ),
         plan=None,
         timings=None,
         preamble=True,
@@ -178,22 +182,22 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
 
 
 def _without(repeats: Repeats, nbytes: int) -> Repeats:
-    """The blocks with a budget that is smaller by so many bytes."""
+    """The same blocks, whose budget is smaller by ``nbytes``."""
     memory = repeats.goal.memory
     return repeats if memory is None else replace(repeats, goal=replace(repeats.goal, memory=memory - nbytes))
 
 
 def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
-    """Whether a step is predicted to be shorter than without hoisting; without a budget, whether it is in less memory.
+    """Whether hoisting is predicted to shorten the step; if there is no budget, whether it saves memory.
 
-    A plan or times in ``settings`` decide it: they are those of main, or of the whole graph.  Of a block, as many as a plan
-    for its kind is judged by run in turns, and everything is counted per block.
+    If ``settings`` contain a plan or timings, these decide: they fit either main or the whole graph.  For a block, the
+    comparison is of the average block among several that run one after another.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem
     try:
         today, each = _plan_of(traced, replace(settings, goal=replace(settings.goal, hoist=False)))
-    except ChunkflowError:  # the budget has room for the halves only, if for any
+    except ChunkflowError:  # the whole graph does not fit the budget; the halves may
         return True
     hoisted, blocks = _plan_of(hoisting.halves.main, hoisting.main)
     assert today.predicted is not None and hoisted.predicted is not None
@@ -207,7 +211,7 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
-    """The plan of a graph, or of several blocks in turns if it is one of them, and their number."""
+    """The plan of a graph, and 1; for a block, the plan of several blocks that run one after another, and their number."""
     problem = choose_cut(traced, settings).problem
     turns = replace(settings, part=False)
     planned = judged(

@@ -197,9 +197,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     return _in_slices(_coarse(finest, settings, names, planned), finest, settings, planned)
 
 
-def _coarse(
-    finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]
-) -> Cut:
+def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]) -> Cut:
     """The cut in as few regions as a good plan needs.  ``names``: of the packed weights.  ``planned``: see judged."""
     if settings.group_bytes is not None:
         return finest

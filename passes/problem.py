@@ -156,8 +156,8 @@ class Region:
     """A piece of pure compute.  ``key``: digest of its structure; regions with equal keys are lowered once.
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: in the order of the region's
-    inputs.  ``repeat``: how often its code is called, once for each slice of its values (graph/split.py).  ``live``: most bytes
-    of activations that are alive while it runs (cost/live.py).
+    inputs.  ``repeat``: how often its code is called, once for each slice of its values (graph/split.py).  ``live``: most
+    bytes of activations that are alive while it runs (cost/live.py).
     """
 
     index: int

@@ -6,27 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from small_encoders import TEXT, qwen_vl, tokenizer
-from small_pipelines import SmallPipeline
+from small_encoders import TEXT, qwen_vl
+from small_pipelines import HEADS, SmallPipeline, parts
 
 from chunkflow_compile.catalog.sizes import Config, build_model
 
-_HEADS: Config = {"num_attention_heads": 4, "attention_head_dim": 16}
 # Text tokens of a prompt.
 _TOKENS = 8
 _CALL: Config = {"height": 64, "width": 64, "num_inference_steps": 3, "output_type": "latent"}
 
 
-def _scheduler() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler()
-
-
 def _longcat() -> dict[str, Any]:
     transformer = build_model(
         "LongCatImageTransformer2DModel",
-        **_HEADS,
+        **HEADS,
         in_channels=64,
         num_layers=2,
         num_single_layers=3,
@@ -34,15 +27,14 @@ def _longcat() -> dict[str, Any]:
         pooled_projection_dim=TEXT,
         axes_dims_rope=[4, 4, 8],
     )
-    found = {"transformer": transformer, "scheduler": _scheduler(), "vae": None, "text_processor": None}
-    return {**found, "text_encoder": qwen_vl(), "tokenizer": tokenizer()}
+    return parts(transformer, None, qwen_vl(), text_processor=None)
 
 
 def hunyuan15_transformer() -> Any:
     """A small transformer of HunyuanVideo-1.5."""
     return build_model(
         "HunyuanVideo15Transformer3DModel",
-        **_HEADS,
+        **HEADS,
         in_channels=9,
         out_channels=4,
         num_layers=2,
@@ -62,9 +54,9 @@ def _hunyuan15() -> dict[str, Any]:
     vae = build_model(
         "AutoencoderKLHunyuanVideo15", latent_channels=4, block_out_channels=(32,) * 5, layers_per_block=1
     )
-    encoders = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    parts = {"transformer": hunyuan15_transformer(), "vae": vae, "scheduler": _scheduler()}
-    return {**parts, **encoders, "guider": ClassifierFreeGuidance(guidance_scale=6.0)}
+    encoders = dict.fromkeys(("tokenizer", "text_encoder_2", "tokenizer_2"))
+    guider = ClassifierFreeGuidance(guidance_scale=6.0)
+    return parts(hunyuan15_transformer(), vae, None, guider=guider, **encoders)
 
 
 def _two_texts(sign: str) -> dict[str, torch.Tensor]:
@@ -81,7 +73,7 @@ def _ltx2() -> dict[str, Any]:
 
     transformer = build_model(
         "LTX2VideoTransformer3DModel",
-        **_HEADS,
+        **HEADS,
         in_channels=4,
         out_channels=4,
         cross_attention_dim=64,
@@ -116,8 +108,7 @@ def _ltx2() -> dict[str, Any]:
     audio_vae = build_model(
         "AutoencoderKLLTX2Audio", base_channels=4, ch_mult=(1,), num_res_blocks=1, latent_channels=2, mel_bins=8
     )
-    parts = {"transformer": transformer, "connectors": connectors, "vae": vae, "audio_vae": audio_vae}
-    return {**parts, "scheduler": _scheduler(), **dict.fromkeys(("text_encoder", "tokenizer", "vocoder"))}
+    return parts(transformer, vae, None, tokenizer=None, connectors=connectors, audio_vae=audio_vae, vocoder=None)
 
 
 def _ltx2_texts(sign: str) -> dict[str, torch.Tensor]:
@@ -150,7 +141,7 @@ def _minimax() -> dict[str, Any]:
 
     transformer = build_model(
         "MiniMaxH3Transformer3DModel",
-        **_HEADS,
+        **HEADS,
         hidden_size=64,
         num_layers=2,
         num_refiner_layers=1,

@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.block_kinds import repeats_of
 from chunkflow_compile.frontend.compression import compressible
+from chunkflow_compile.frontend.hoisting import preamble_of, warn_if_not_hoisted
 from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
 from chunkflow_compile.frontend.module_search import blocks_around
 from chunkflow_compile.frontend.preconditions import (
@@ -76,7 +77,6 @@ from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stag
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
-from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
@@ -88,8 +88,7 @@ from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.codes import Code, Codes, bare, decided
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
-from chunkflow_compile.runtime.hoisted import HoistedGraph, Preamble
-from chunkflow_compile.runtime.single_call import SingleCall
+from chunkflow_compile.runtime.hoisted import HoistedGraph
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
@@ -101,11 +100,6 @@ _log = logging.getLogger(__name__)
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
     "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
-)
-
-_NOT_HOISTED = (
-    "hoist=True changes nothing for %s and the blocks of its kind: products of small inputs alone, such as the timestep, "
-    "read none of their weights"
 )
 
 
@@ -126,10 +120,12 @@ def chunkflow(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     name: str | None = None,
+    by_kind: bool = False,
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
     ``options``, ``mode``, ``name``: as given to torch.compile, which passes ``name`` from 2.15 on; it changes nothing here.
+    ``by_kind``: whether the model is compiled in parts on purpose, each kind of block once.
     A frame without weights is lowered as it is.
     Raises ChunkflowError before any weight moves: for unknown options, settings of torch that are refused, gradients,
     inputs on another device than the weights, weights that accelerate keeps or that are attributes of the graph, a graph
@@ -137,12 +133,14 @@ def chunkflow(
     """
     try:
         with awaited(example_inputs):
-            return _lowered(graph, example_inputs, options, mode)
+            return _lowered(graph, example_inputs, options, mode, by_kind)
     except ChunkflowError as error:
         raise CompilationError(chunkflow, error, inspect.currentframe()) from error
 
 
-def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None) -> Any:
+def _lowered(
+    graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None, by_kind: bool
+) -> Any:
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
     check_compile_cache(needed=chosen.lowering != "eager")
@@ -161,7 +159,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     progress = progress_of(graph if index.root is None else index.root)
     with progress.compiling():
         compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
-        compiler = replace(compiler, report=progress.say)
+        compiler = replace(compiler, report=progress.say, by_kind=by_kind)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
             traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
@@ -263,7 +261,7 @@ class _Compiler:
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
     being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
     this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: returns the
-    model, or None.
+    model, or None.  ``by_kind``: see :func:`chunkflow`.
     """
 
     chosen: Options
@@ -277,6 +275,7 @@ class _Compiler:
     expected: Goal | None = None
     pieces: int = 0
     slow: frozenset[int] | None = None
+    by_kind: bool = False
     root: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
@@ -291,23 +290,17 @@ class _Compiler:
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
         if hoisting is None:
-            if self.settings.goal.hoist is True and traced.repeats is not None:
-                _log.warning(_NOT_HOISTED, next(block_of(p.name) for p in traced.parameters if p.keep is None))
+            warn_if_not_hoisted(traced, self.settings, self.by_kind)
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
-        main = replace(hoisting.main, goal=unhoisted.goal)
+        make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
         placement = None if self.index.root is None else placement_of(self.index.root)
-        key = halves.key, self.chosen
-        preamble = None if placement is None else placement.preamble(key)
-        if preamble is None:
-            made = self._graph(halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-            # blocks take what was computed from the timestep
-            follow = _timesteps_of if traced.repeats is None else _unknown
-            preamble = Preamble(made, halves, hoisting.rows, key, follow, _share)
+        preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
+        main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
         # compiled code keeps no model alive
         later = replace(self, weights=WeakValueDictionary(self.weights), index=ModelIndex(None, {}, {}), report=str)
         whole = partial(_whole_again, later, traced, unhoisted)
-        return HoistedGraph(aten, halves, preamble, self._graph(halves.main, main, moved), tables, whole)
+        return HoistedGraph(aten, halves, preamble, main, tables, whole)
 
     @property
     def _expected_goal(self) -> Goal:
@@ -439,30 +432,6 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
     """The goal that replan or a pipeline has set for the model of these weights, None if neither has."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
-
-
-def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
-    """The schedule that the calls of a model follow, None if it is not known."""
-    placement = _placement_of(program)
-    return None if placement is None else placement.timesteps()
-
-
-def _unknown(program: SingleCall) -> None:
-    """No schedule is known."""
-
-
-def _share(preamble: Preamble, program: SingleCall) -> None:
-    """Let the model of a program know the preamble that computes its rows, and its tables share their memory."""
-    if (placement := _placement_of(program)) is not None:
-        placement.share(preamble)
-        same = [each for each in placement.preambles if each.hoisted == preamble.hoisted]
-        for each in same:
-            each.limit(len(same))
-
-
-def _placement_of(program: SingleCall) -> Placement | None:
-    root = next((buffer.store.root for buffer in program.buffers.values()), None)
-    return None if root is None else placement_of(root)
 
 
 def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:

@@ -311,7 +311,7 @@ class CallWithProgress:
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
     """The backend for a part of a model, however much of its weights a frame reads: hooks of its modules are guarded."""
     guard_hooks()
-    return chunkflow(graph, inputs, **given)
+    return chunkflow(graph, inputs, by_kind=True, **given)
 
 
 _with_hooks.__name__ = "chunkflow"  # torch's errors have it

@@ -66,7 +66,7 @@ def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: in
     if any(buffers.keys() <= held_by([module]) for module in modules):
         return [*buffers.values()], modules
     nbytes = _large_bytes(buffers.values(), min_bytes)
-    _warn_once(
+    warn_once(
         f"{size(nbytes)} of buffers stay on the device and are not streamed, because they belong to several models: call "
         "chunkflow_compile.offload on each of them before the first call."
     )
@@ -98,7 +98,7 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
     """Warn of the bytes of ``weights``, those of no known module, that stay on the device: those of large ones."""
     if nbytes := _large_bytes(weights, min_bytes):
         hidden = "gc.freeze() has hidden it, or there is none"
-        _warn_once(
+        warn_once(
             f"{size(nbytes)} of parameters stay on the device and are not streamed, because no module was found that holds "
             f"them: {hidden if gc.get_freeze_count() else 'they are attributes of none'}. Call "
             "chunkflow_compile.offload(model) before the first call; put parameters that are in no module into one, such as "
@@ -110,7 +110,7 @@ def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
     """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
     nbytes = sum(w.nbytes for program in made for w in program.problem.weights if w.name in program.offloaded)
     if index.maybe_block and nbytes and not any(program.plan.streamed for program in made):
-        _warn_once(
+        warn_once(
             f"The plan streams none of the {size(nbytes)} of {type(index.root).__name__}. If it is a part of a model: "
             "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "
             "the first call."
@@ -120,7 +120,7 @@ def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
 def warn_of_small_weights(model: nn.Module, min_bytes: int | None = None) -> None:
     """Warn, once per process and class, if no weight of a model streams.  ``min_bytes``: by default that of its placement."""
     if reason := why_nothing_streams(model, min_bytes):
-        _warn_once(f"{type(model).__name__}: {reason}")
+        warn_once(f"{type(model).__name__}: {reason}")
 
 
 def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
@@ -128,7 +128,8 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
 
 
 @functools.cache  # once a process, for all blocks
-def _warn_once(said: str) -> None:
+def warn_once(said: str) -> None:
+    """Log a warning, unless this process has logged the same one."""
     _log.warning("%s", said)
 
 
@@ -176,7 +177,7 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
         if "::" in name:
             sentence += " If ranks exchange data in it, declare that too, with chunkflow_compile.register_collective."
         note(sentence)
-        _warn_once(sentence)
+        warn_once(sentence)
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:

@@ -84,6 +84,7 @@ def _of_model(model: nn.Module, details: bool, explanation: Explanation, notes: 
         explanation,
         details=details,
         peak_bytes=_peak(placements_of(model)),
+        row_bytes=sum(placement.row_bytes for placement in placements_of(model)),
         host_bytes=sum(placement.store.held_bytes for placement in placements_of(model)),
         unstreamed=why_nothing_streams(model),
         notes=(*notes, *packing_notes(model), *hoisting_notes(model)),

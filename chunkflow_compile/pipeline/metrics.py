@@ -142,9 +142,7 @@ class Metrics:
         figures: dict[str, float] = {
             "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
             "chunkflow_graph_bytes": sum(arena.graphs.nbytes for arena in arenas),
-            "chunkflow_row_bytes": sum(
-                preamble.statistics[program].nbytes for p in placements for preamble, program in p.tables
-            ),
+            "chunkflow_row_bytes": sum(placement.row_bytes for placement in placements),
             "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.source.file),

@@ -142,6 +142,11 @@ class Placement:
         """The preambles that have a table of the model, with the programs that compute its rows."""
         return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes on the device of all tables of rows."""
+        return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
+
     def preamble(self, key: object) -> Preamble | None:
         """The preamble with this key that a graph of the model for another size, or of a block, has made; or None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)

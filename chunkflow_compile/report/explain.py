@@ -72,7 +72,8 @@ class Explanation:
 
     ``device_bytes``: weights on the device under the plan; ``weight_bytes``: all weights of the plan; ``host_bytes``: those
     in host memory; ``peak_bytes``: most that the process has allocated on the device.  The last two are None if they are not
-    known.  ``moved_bytes``: copied to the device per step.  ``unstreamed``: why no weight streams, empty if one does.
+    known.  ``row_bytes``: results of hoisted weights on the device.  ``moved_bytes``: copied to the device per step.
+    ``unstreamed``: why no weight streams, empty if one does.
     ``profiled``: whether the plan is for a profile of the machine that it ran on; the report shows no predictions otherwise.
     ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``part``: what the plan is of, if it is one of several programs
     of a model.  ``notes``: on what was compiled.  ``first_step``: where the time of compiling went in this process, phases
@@ -95,6 +96,7 @@ class Explanation:
     moved_bytes: int
     host_bytes: int | None = None
     peak_bytes: int | None = None
+    row_bytes: int = 0
     profiled: bool = True
     unstreamed: str = ""
     details: bool = False
@@ -122,12 +124,13 @@ class Explanation:
         if self.cold > 1:  # the first always is
             stalls += f"; {self.cold} calls began cold"
         on_device = min(self.device_bytes, self.weight_bytes)  # slots are aligned
+        rows = f", {size(self.row_bytes)} of results of hoisted weights" if self.row_bytes else ""
         peak = "" if self.peak_bytes is None else f"; {size(self.peak_bytes)} allocated at most so far"
         host = "" if self.host_bytes is None else f"{size(self.host_bytes)} of weights; "
         return Summary(
             step=f"{measured} (median of {self.steps}{planned})",
             stalls=stalls,
-            device=f"{size(on_device)} of {size(self.weight_bytes)} of weights{peak}",
+            device=f"{size(on_device)} of {size(self.weight_bytes)} of weights{rows}{peak}",
             host=self.unstreamed or f"{host}{size(self.moved_bytes)} copied to the device per step",
             faster=self.faster,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
-from chunkflow_compile.weights.host_weight import HostWeight, state_of
+from chunkflow_compile.weights.host_weight import HostWeight, mark_of, state_of
 
 from .codes import CurrentCode, bare
 from .cuda_graphs import CaptureLog
@@ -25,6 +25,8 @@ from .wrapped_calls import tuple_getter
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
+
+_version = attrgetter("_version")
 
 
 class CallKey:
@@ -71,8 +73,9 @@ class CallSite:
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
-        self._states = [state_of(parameters[name]) for name in self.buffers]
-        self.versions = _versions(self._states)
+        weights = [parameters[name] for name in self.buffers]
+        self._marks = list(map(mark_of, weights))  # first: a change meanwhile gives another one
+        self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
         self._others = tuple_getter([order.index(name) for name in self.in_place])
@@ -131,14 +134,15 @@ class CallSite:
         """
         if self.current.code is not self.code:
             return False
+        offloaded = self._offloaded(weights)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
-                states = list(map(state_of, self._offloaded(weights)))
-            if states != self._states:
-                # other numbers: it was written, so copies of it on the device are out of date
-                if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
-                    return False  # it was exchanged, restored, replaced, or given other memory, packed or unpacked
-                self._states, self.versions = states, _versions(states)
+                marks = list(map(mark_of, offloaded))
+                same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
+                if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
+                    if not self._take_versions(offloaded):
+                        return False
+                    self._marks = marks
         except AttributeError:  # it is an ordinary tensor now, or in no store
             return False
         others = self._others(weights)
@@ -146,6 +150,26 @@ class CallSite:
             return False
         # one that has become offloaded is the same object of another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
+
+    def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
+        """Take over the versions of weights that were written, because their copies on the device are out of date.
+
+        Returns False if a weight was exchanged, restored, replaced, given other memory, packed or unpacked.
+        """
+        states = list(map(state_of, offloaded))
+        if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
+            return False
+        self._watch(states)
+        return True
+
+    def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
+        """Keep the states of the offloaded weights, and the versions that the next call compares."""
+        buffers = [*self.buffers.values()]
+        exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
+        self._states = states
+        self.versions = tuple(sum(counts) for _, _, *counts in states)
+        self._hosts, self._host_versions = [buffer.host for buffer in buffers], [state[3] for state in states]
+        self._exposed, self._exposed_versions = tuple_getter(exposed), [states[i][4] for i in exposed]
 
     def names(self) -> dict[str, str]:
         """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
@@ -165,9 +189,4 @@ class CallSite:
     def let_go(self) -> None:
         """Hold no weights any more: the program has ended."""
         self.buffers, self.in_place = {}, {}
-        self._states, self._bare, self._stores, self._fills = [], [], [], []
-
-
-def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
-    """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
-    return tuple(sum(counts) for _, _, _, *counts in states)
+        self._states, self._hosts, self._bare, self._stores, self._fills = [], [], [], [], []

@@ -96,6 +96,8 @@ class Executor:
         Several rows share one pass over the weights: each weight is copied once, and each op of compute runs for one row
         after the other.  The rows repeat only ops of compute, between the same waits and before the same evicts, so the
         order that was proved for one row holds for all of them.  Such a step is not measured, and is never a CUDA graph.
+        The outputs of different rows share no memory.  The values between regions are on the device for all rows at the same
+        time, and the graph must not write an input that two rows share.
 
         ``timed``: whether a plan is to be made from the times of the steps.
         Raises ChunkflowError if a copy or a collective fails; the next call then starts cold.

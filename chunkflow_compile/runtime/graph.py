@@ -108,34 +108,12 @@ class CompiledGraph:
         """
         inputs = list(args)
         args.clear()
-        return self._run([inputs])[0]
-
-    def run_rows(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run one step on several sets of inputs, which are its rows, in one pass over the weights of the first row.
-
-        Returns the outputs of each row.  They share no memory with those of another row.  Of all rows, the values between
-        regions are on the device at the same time.  The graph must not write an input that two rows share.
-        Raises ChunkflowError if the rows differ in the shape of an input, or if there are several and the graph has a
-        collective.
-        """
-        if not rows:
-            return []
-        first, *others = [*map(list, rows)]
-        for number, row in enumerate(others, 1):
-            for position in self._position.values():
-                row[position] = first[position]
-            _check_alike(first, row, number)
-        return self._run([first, *others])
-
-    def _run(self, rows: Sequence[list[Any]]) -> list[Any]:
-        """Run one step.  ``rows``: see :meth:`Executor.run`."""
         if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
-            return [on_fakes(mode, self.codes.graph, inputs) for inputs in rows]
+            return on_fakes(mode, self.codes.graph, inputs)
         if self._tables.positions:
-            for row in rows:
-                self._tables.move(row)
-        with self.ready(rows[0]) as program:  # the others have the same weights and sizes
-            return program.run(rows)
+            self._tables.move(inputs)
+        with self.ready(inputs) as program:
+            return program.run([inputs])[0]
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -281,23 +259,6 @@ def awaited(values: Iterable[Any]) -> Iterator[None]:
         for store in _stores(values):
             calls.enter_context(store.first_call())
         yield
-
-
-def _check_alike(first: Sequence[Any], row: Sequence[Any], number: int) -> None:
-    """Raise ChunkflowError if a row cannot share a pass with the first one.  ``number``: of the row."""
-    for position, (one, other) in enumerate(zip(first, row, strict=True)):
-        if one is not other and (expected := _shape(one)) != (found := _shape(other)):
-            raise ChunkflowError(
-                f"Rows of one pass need inputs of equal shapes, but input {position} is {expected} in row 0 and {found} in "
-                f"row {number}: run them in two passes."
-            )
-
-
-def _shape(value: Any) -> str:
-    """What the inputs of the rows of one pass have in common: of a tensor all but its values, of a size its value."""
-    if isinstance(value, torch.Tensor):
-        return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
-    return str(value) if isinstance(value, int) else type(value).__name__
 
 
 def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:

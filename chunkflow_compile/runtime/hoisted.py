@@ -1,7 +1,7 @@
-"""Hoisted graphs: a preamble that runs once for many steps, and main, which takes what has crossed as inputs.
+"""Hoisted graphs: a preamble that runs once for many steps, and main, which takes the results of the preamble as inputs.
 
-The preamble computes a row for each set of slow inputs (graph/hoist.py).  The rows are kept in a table (rows.py), so a step
-runs main alone if the table has the row of its slow inputs, and the preamble first if it has not.
+The preamble computes one row for each set of slow inputs (graph/hoist.py), and a table keeps the rows (rows.py).  If the
+table contains the row for the slow inputs of a step, the step runs main alone; if not, it runs the preamble first.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _version = attrgetter("_version")
 
 
 class Preamble:
-    """Computes rows, and keeps them in a table for each model, or for each block of those that are compiled by kind.  Graphs
-    of one model for several sizes share it.
+    """Computes rows and keeps them in tables: one table per model, or one per block if the model is compiled by kind.
 
-    ``key``: equal for preambles that compute the same.  ``hoisted``: the weights that they read.
-    ``most_bytes``: of a table.
+    The graphs of a model for several sizes share a preamble.
+    ``key``: equal for preambles that compute the same values.  ``hoisted``: names of the weights that only preambles read.
+    ``most_bytes``: limit of each table.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Preamble:
         timesteps: Callable[[SingleCall], torch.Tensor | None],
         share: Callable[[Preamble, SingleCall], None],
     ) -> None:
-        """``timesteps``: returns those of the schedule that the calls of a model follow, None if it is not known.  ``share``:
-        called when a model gets a table.  Both get the program that computes the rows of the model."""
+        """``timesteps``: returns the timesteps of a model's schedule, None if they are not known.  ``share``: called when a
+        model gets a table.  Both take the program that computes the rows of the model."""
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
@@ -63,9 +63,9 @@ class Preamble:
         self._programs: weakref.WeakSet[SingleCall] = weakref.WeakSet()
 
     def limit(self, tables: int) -> None:
-        """Share the memory of the rows with other preambles of the same weights, those for other batch sizes.
+        """Share the memory for rows with the preambles that read the same weights for other batch sizes.
 
-        ``tables``: number of these, with this one.
+        ``tables``: number of these preambles, this one included.
         """
         self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:
@@ -73,11 +73,11 @@ class Preamble:
                 program.table.rows.trim()
 
     def row(self, inputs: Sequence[Any]) -> Row | None:
-        """The row of a call, computed now if the table has none; None if hoisting does not pay, because no row is ever used
-        again.  ``inputs``: of the preamble.
+        """The row of a call, which is computed now if the table does not contain it.  ``inputs``: inputs of the preamble.
 
-        With a missing row, those of the same slow inputs that other blocks of the model lack are computed, too.  If each
-        block had its own computed when it is called, the cycle of the blocks would start cold after each.
+        Returns None if hoisting should end, because no row has been used a second time.
+        After a miss, the other blocks of the model compute their rows for the same slow inputs, too.  If each block computed
+        its row only when it is called, each of these passes would make the cycle of the blocks start cold.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
@@ -101,7 +101,7 @@ class Preamble:
         return row
 
     def _compute_ahead(self, weights: Sequence[Any], slow: Sequence[Any]) -> None:
-        """Compute the row of a call that has not come yet, unless the table has it."""
+        """Compute the row for a later call, unless the table contains it."""
         inputs = self._with_slow(weights, slow)
         with self.graph.ready(inputs) as program:
             rows = self._table_of(program, inputs).rows
@@ -110,7 +110,7 @@ class Preamble:
                 self._compute(program, rows, key, inputs)
 
     def _compute(self, program: SingleCall, rows: Rows, key: Key, inputs: Sequence[Any]) -> Row:
-        """Compute the row of a key, and those that are guessed with it, in one pass."""
+        """Compute the row of a key, and the rows that are guessed to follow, in one pass."""
         clock, slow = program.arena.streams.clock, [inputs[position] for position in self._slow]
         missing = rows.missing(key, slow, self._row_bytes)
         begin = clock.now()
@@ -142,7 +142,7 @@ class Preamble:
         return table
 
     def note(self, programs: Collection[SingleCall]) -> str:
-        """What there is to say of the tables of these programs, those of one model, as a sentence without a full stop."""
+        """A summary of the tables of these programs, which are of one model: a sentence without its full stop."""
         tables = [table.rows.statistics for program in programs if (table := program.table) is not None]
         hits, misses, computed = (sum(getattr(t, name) for t in tables) for name in ("hits", "misses", "computed"))
         by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
@@ -157,18 +157,18 @@ class Preamble:
 
     @property
     def statistics(self) -> dict[SingleCall, RowStatistics]:
-        """What each table has seen, by the program that computes its rows."""
+        """The statistics of each table, by the program that computes its rows."""
         return {program: table.rows.statistics for program in self._programs if (table := program.table) is not None}
 
 
 def _most_bytes(ref: weakref.ref[Preamble]) -> int:
-    """Most bytes of a table of a preamble, which its tables do not keep: none once it is gone."""
+    """The limit of a preamble's tables in bytes; 0 once the preamble is gone, because a table does not keep it alive."""
     preamble = ref()
     return 0 if preamble is None else preamble.most_bytes
 
 
 def _others(program: SingleCall, newest: Key) -> list[Table]:
-    """The tables of the other blocks of a model whose newest call had this key: they take the same slow inputs."""
+    """The tables of those other blocks of the model whose newest call had this key: they take the same slow inputs."""
     return [
         table
         for other in program.arena.programs
@@ -178,14 +178,13 @@ def _others(program: SingleCall, newest: Key) -> list[Table]:
 
 
 def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
-    """Versions of the values of all weights of a program: of the offloaded ones, the same object until one is written, and
-    of the others."""
+    """The versions of all weights of a program: first those of the offloaded weights, then those of the others."""
     call = program.call
     return call.versions, tuple(map(_version, call.in_place.values()))
 
 
 class HoistedGraph:
-    """The callable for AOTAutograd: the inputs and the results are those of the whole graph."""
+    """The callable for AOTAutograd.  Its inputs and results are the inputs and results of the whole graph."""
 
     _boxed_call = True
 
@@ -198,7 +197,8 @@ class HoistedGraph:
         tables: HostConstants,
         whole: Callable[[], CompiledGraph],
     ) -> None:
-        """``graph``: the whole one.  ``tables``: among its inputs.  ``whole``: compiles it, if hoisting does not pay."""
+        """``graph``: the whole graph.  ``tables``: host constants among its inputs.  ``whole``: compiles the whole graph, for
+        when hoisting ends."""
         self._graph = graph
         self._tables = tables
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)
@@ -209,7 +209,7 @@ class HoistedGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What was compiled, at the sizes for which it was."""
+        """The compiled programs, at the sizes for which they were compiled."""
         if self._halves is None:
             return () if self._whole is None else self._whole.programs
         preamble, main = self._halves

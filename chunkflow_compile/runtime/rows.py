@@ -1,4 +1,4 @@
-"""The table of rows: what a preamble has computed, by the bits of its slow inputs."""
+"""The table of rows: the results of a preamble, which are found by the bits of its slow inputs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from chunkflow_compile.units import size
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
 
-# Misses without a hit between them after which the slow inputs change in every call, as random noise levels do.
+# After so many misses without a hit, the slow inputs are taken to change in every call, as random noise levels do.
 _SPENT = 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """The values that cross from the preamble into the main part, for one set of slow inputs."""
+    """The results of the preamble for one set of slow inputs, which main takes as inputs."""
 
     values: tuple[torch.Tensor, ...]
     nbytes: int
 
     @classmethod
     def of(cls, values: Sequence[torch.Tensor]) -> Row:
-        """``nbytes`` counts memory that several values share once."""
+        """Memory that several values share counts once."""
         memory = {s.data_ptr(): s.nbytes() for s in (value.untyped_storage() for value in values)}
         return cls(tuple(values), sum(memory.values()))
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A row that is to be computed, from these inputs."""
+    """A row that the table does not contain, and the slow inputs to compute it from."""
 
     key: Key
     inputs: list[Any]
@@ -47,8 +47,9 @@ class Missing:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """``hits``, ``misses``: calls.  ``computed``: rows that were added, guesses included.  ``rows``, ``nbytes``: rows in the
-    table now.  ``transfers``: reads of device memory by the host.  ``fill_s``: seconds in which rows were computed."""
+    """``hits``, ``misses``: numbers of calls.  ``computed``: rows added so far, including guesses.  ``rows``, ``nbytes``:
+    number and size of the rows in the table now.  ``transfers``: reads of device memory by the host.  ``fill_s``: seconds
+    spent on computing rows."""
 
     hits: int
     misses: int
@@ -60,7 +61,7 @@ class RowStatistics:
 
 
 class Rows:
-    """A cache of rows within a limit of bytes.  Not thread-safe: the caller holds the arena's lock during a call.
+    """A cache of rows with a limit in bytes.  Not thread-safe: the caller holds the arena's lock during a call.
 
     For each call of the model::
 
@@ -70,9 +71,9 @@ class Rows:
             missing = rows.missing(key, slow_inputs, row_bytes)
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
-    A row is found only if all bits of all slow inputs and the versions of all hoisted weights are those that it was computed
-    from.  Guesses decide which other rows :meth:`missing` asks for.  A row that was found or added stays alive as long as the
-    caller holds it, so an eviction frees no memory that a running step reads.
+    A row is found only if all bits of all slow inputs, and the versions of all hoisted weights, are equal to those from which
+    it was computed.  Guesses only decide which other rows :meth:`missing` returns.  A row stays alive as long as the caller
+    holds it, so an eviction frees no memory that a running step reads.
 
     ``most_bytes`` is called whenever the limit matters, because replanning may change it.
     """
@@ -90,18 +91,19 @@ class Rows:
         self._fill_s = 0.0
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """Guess from these timesteps of a scheduler.  They are held weakly, and read together with the next call's inputs."""
+        """Guess rows for these timesteps of a scheduler.  They are held weakly, and read with the inputs of the next call."""
         self._expected.expect(timesteps)
 
     def key(self, inputs: Sequence[Any]) -> Key:
-        """The bits of the slow inputs of a call: tensors, numbers or None.  At most one transfer to the host."""
+        """The bits of the slow inputs of a call, which are tensors, numbers or None.  Makes at most one transfer."""
         forms = self._expected.unread(inputs)
         found = self._bits.find([*inputs, *forms])
         self._expected.learn(found[len(inputs) :])
         return tuple(found[: len(inputs)])
 
     def find(self, key: Key, versions: tuple[Any, ...]) -> Row | None:
-        """The row of a key, or None.  ``versions``: the hoisted weights'; other ones than before drop all rows."""
+        """The row of a key, or None.  ``versions``: versions of the hoisted weights; if they have changed, all rows are
+        dropped."""
         self._expire(versions)
         self.trim()
         row = self._rows.get(key)
@@ -116,38 +118,33 @@ class Rows:
         return row
 
     def lacks(self, key: Key, versions: tuple[Any, ...]) -> bool:
-        """Whether a call with this key would be a miss.  It is not counted as one.  ``versions``: as in :meth:`find`."""
+        """Whether a call with this key would be a miss.  Does not count as a call.  ``versions``: as in :meth:`find`."""
         self._expire(versions)
         return key not in self._rows
 
-    def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int | None = None) -> list[Missing]:
-        """The rows to compute after a miss: the one of the call first, then guesses, never more than fit in the table.
+    def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
+        """The rows to compute after a miss: first the row of the call, then guesses, as many as fit in the table.
 
-        ``row_bytes``: bytes of a row at these sizes; without it, those of a row of the same sizes in the table are taken, and
-        nothing is guessed if there is none.  If no call has been a hit since the last guesses, at most half as many are made.
-        Least recently used rows are evicted to make room for the new ones before they are computed.
+        ``row_bytes``: size of each row.  If no call has been a hit since the last guesses, at most half as many are made as
+        then.  The least recently used rows are evicted now, so that the new rows fit when they are computed.
         """
-        asked = [Missing(key, list(inputs))]
-        nbytes = row_bytes or next((row.nbytes for old, row in self._rows.items() if _sizes(old) == _sizes(key)), None)
-        if nbytes is None:
-            return asked
         most = self._most_bytes()
-        self._check(nbytes, most)
-        room = min(MOST_ROWS, most // nbytes)
+        self._check(row_bytes, most)
+        room = min(MOST_ROWS, most // row_bytes)
         following = guesses(
             key, inputs, self._bits.elements_of_base, self._expected, self._used, self._rows.__contains__
         )
         wanted = dict.fromkeys(guess for guess in following if guess != key and guess not in self._rows)
         chosen = list(islice(wanted, (room - 1) >> self._guesses_since_hit))
         self._guesses_since_hit += bool(chosen)
-        asked += _with_inputs(chosen, key, inputs)
-        self._evict(most - len(asked) * nbytes, MOST_ROWS - len(asked))
+        asked = [Missing(key, list(inputs)), *_with_inputs(chosen, key, inputs)]
+        self._evict(most - len(asked) * row_bytes, MOST_ROWS - len(asked))
         return asked
 
     def add(self, missing: Sequence[Missing], outputs: Sequence[Sequence[torch.Tensor]], seconds: float = 0.0) -> Row:
-        """Keep the outputs of the preamble for the rows that were missing; return the row of the call.
+        """Add the outputs of the preamble for the missing rows; return the row of the call.
 
-        ``seconds``: how long the preamble took.
+        ``seconds``: time that the preamble took.
         """
         rows = [Row.of(values) for values in outputs]
         most = self._most_bytes()
@@ -169,18 +166,18 @@ class Rows:
         self._evict(self._most_bytes())
 
     def drop(self) -> None:
-        """Drop all rows.  The keys of earlier calls stay known, so that one pass computes the rows of a generation again."""
+        """Drop all rows.  The keys of earlier calls are kept, so that one pass can compute the rows of a generation again."""
         self._rows.clear()
         self._nbytes = 0
 
     @property
     def spent(self) -> bool:
-        """Whether so many calls in a row were misses that hoisting should end: their inputs change in every call."""
+        """Whether so many successive calls were misses that hoisting should end: their slow inputs change in every call."""
         return self._misses_since_hit >= _SPENT
 
     @property
     def sources(self) -> BitSources:
-        """How the bits of inputs became known."""
+        """How the bits of inputs were found."""
         return self._bits.sources
 
     @property
@@ -196,7 +193,7 @@ class Rows:
         )
 
     def _expire(self, versions: tuple[Any, ...]) -> None:
-        """Drop all rows if they were computed from weights of other versions."""
+        """Drop all rows if the versions of the weights have changed."""
         if versions != self._versions:
             self.drop()
             self._versions = versions
@@ -214,38 +211,35 @@ class Rows:
 
 
 class Table:
-    """The rows of one model, or of one of its blocks if these are compiled by kind, with what computes them.
+    """The rows of one model, or of one block if the model is compiled by kind, and the function that computes them.
 
-    ``newest``: the key of the newest call.
+    ``newest``: key of the newest call.
     """
 
     def __init__(
         self, rows: Rows, weights: Sequence[Any], compute: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
-        """``weights``: the inputs of the preamble, with None for each slow one.  ``compute``: a method that computes the row
-        of these and of slow inputs, if there is none.  All are held weakly."""
+        """``weights``: inputs of the preamble, with None in place of each slow input.  ``compute``: a method that takes these
+        weights and slow inputs, and computes their row if it is missing.  The weights and the method's object are held
+        weakly."""
         self.rows = rows
         self.newest: Key | None = None
         self._compute = weakref.WeakMethod(compute)
         self._weights = [None if value is None else TensorWeakRef(value) for value in weights]
 
     def compute_ahead(self, slow: Sequence[Any]) -> None:
-        """Compute the row of a call with these slow inputs that has not come yet, if it can still come."""
+        """Compute the row for a later call with these slow inputs, unless the model is gone."""
         weights = [None if ref is None else ref() for ref in self._weights]
         gone = any(value is None and ref is not None for value, ref in zip(weights, self._weights, strict=True))
         if not gone and (compute := self._compute()) is not None:
             compute(weights, slow)
 
 
-def _sizes(key: Key) -> list[Any]:
-    """The shapes among a key."""
-    return [value[1] for value in key if len(value) == 3]
-
-
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
-    """The rows of guessed keys, with inputs of exactly these bits; those of the call where the bits are its own.
+    """The missing rows of guessed keys, with inputs of exactly these bits.  ``key``, ``inputs``: the key and the slow inputs
+    of the call; a guess takes over each input whose bits are equal.
 
-    Leaves out a key whose values the strides of the call's input cannot hold.
+    Leaves out a key that needs different values where the strides of the call's input repeat one element.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

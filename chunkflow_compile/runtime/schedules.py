@@ -1,4 +1,4 @@
-"""Guesses which values the slow inputs of the next calls will have.  A guess costs time if it is wrong, and nothing else."""
+"""Guesses the slow inputs of the next calls.  A wrong guess costs time, and never changes a result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .input_bits import Bits, split
 # The bits of all slow inputs of a call, in their order.
 Key: TypeAlias = tuple[Bits, ...]
 
-# Keys of earlier calls that are kept: two generations of 50 steps, or one with two prompts.
+# Number of keys of earlier calls that are kept: enough for two generations of 50 steps, or for one with two prompts.
 _MOST_KEYS = 128
 
-# dtypes of which a timestep may be: dividing must be defined, and bool holds no schedule.
+# dtypes that a timestep may have.  They can be divided, and bool is left out because it cannot hold a schedule.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
 
@@ -32,7 +32,7 @@ def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
-    """Keys whose tensor at ``position`` repeats another of these elements."""
+    """For each of these elements, a key whose tensor at ``position`` repeats that element."""
     dtype, shape, _ = key[position]
     return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
 
@@ -40,7 +40,8 @@ def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
 class ExpectedSchedule:
     """The timesteps of a scheduler, in the forms in which the pipelines of diffusers pass them to the model.
 
-    The tensor is held weakly.  The forms are computed where it is, because CUDA multiplies by 1 / 1000 where a CPU divides.
+    The tensor is held weakly.  The forms are computed on its device, because CUDA divides by 1000 through a
+    multiplication by 1 / 1000, which may round differently.
     """
 
     def __init__(self) -> None:
@@ -49,13 +50,13 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """Guess from these timesteps; those that are expected already stay known."""
+        """Guess from these timesteps.  If they are expected already and have not been written, nothing changes."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
 
     def unread(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The forms in the dtypes of these inputs, one tensor per dtype, if they have not been read."""
+        """The forms of the timesteps that are still to be read, in the dtypes of these inputs: one tensor per dtype."""
         timesteps = None if self._timesteps is None else self._timesteps()
         if timesteps is None:
             return []
@@ -63,7 +64,7 @@ class ExpectedSchedule:
         return [_forms(timesteps, dtype) for dtype in dtypes if dtype in _DTYPES and dtype not in self._forms]
 
     def learn(self, found: Sequence[Bits]) -> None:
-        """Keep the bits of tensors from :meth:`unread`."""
+        """Keep the bits of the tensors that :meth:`unread` has returned."""
         for dtype, (forms, count), content in found:
             elements = split(content, dtype.itemsize)
             self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
@@ -71,8 +72,8 @@ class ExpectedSchedule:
     def guesses(self, key: Key, position: int) -> list[Key]:
         """Keys with the other timesteps, later ones first, in the form that contains the value at ``position``.
 
-        If several forms contain it, the form in which it comes first is taken: the last timestep may be 0, and the first one
-        is 0 where a pipeline passes ``(1000 - t) / 1000``.
+        If several forms contain the value, the form in which it comes earliest is taken.  For example 0 may be the last
+        timestep, or the first one of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])
@@ -94,8 +95,8 @@ def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class UsedKeys:
-    """The keys of the newest calls, the last one last.  They outlive the rows, so that a schedule is known after these are
-    dropped."""
+    """The keys of the newest calls, oldest first.  They outlive the rows, so that a schedule is still known after the rows
+    were dropped."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()
@@ -107,12 +108,13 @@ class UsedKeys:
             self._keys.popitem(last=False)
 
     def guesses(self, key: Key, has_row: Callable[[Key], bool]) -> list[Key]:
-        """Keys of this call's other inputs with the values that one input had in an earlier generation.
+        """Keys that combine this call's inputs with the values that one of them, such as the timestep, had in an earlier
+        generation.
 
-        The keys of a generation differ in one input.  Only an input whose value has been used before can be that one: the
-        text of a new prompt has not.  If there are several, the one with the most values is taken.  Newer generations are
-        tried first, until one contains a value that has no row with these other inputs: of two prompts in one generation,
-        the second finds nothing new in the keys of the first.
+        The keys of a generation differ in one input.  It can only be an input whose present value was used before, which
+        the text of a new prompt was not.  If there are several such inputs, the one with the most values is taken.  Newer
+        generations are tried first, until one yields a key without a row.  For example, the second prompt of a generation
+        finds nothing new in the keys of the first prompt.
         """
         used = [old for old in self._keys if _form(old) == _form(key)]
         positions = [i for i, value in enumerate(key) if any(old[i] == value for old in used)]
@@ -139,7 +141,7 @@ def _others(key: Key, position: int) -> tuple[int, Key]:
 
 
 def _form(key: Key) -> list[Any]:
-    """The dtypes and shapes of a key; the types of inputs that are no tensors."""
+    """The dtypes and shapes of the tensors of a key, and the types of its other inputs."""
     return [value[:-1] for value in key]
 
 
@@ -151,10 +153,10 @@ def guesses(
     used: UsedKeys,
     has_row: Callable[[Key], bool],
 ) -> Iterator[Key]:
-    """Keys of calls that may follow the one with this key, the next ones first.
+    """Keys of the calls that may follow the call with this key, the next ones first.
 
-    They come from the bases of which inputs repeat one element, and from the scheduler's timesteps; if neither knows the
-    values of an input, from the calls of earlier generations.
+    The values come from the base of an input that is one element of it (``bases``, see :meth:`InputBits.elements_of_base`),
+    and from the timesteps of the scheduler; if neither gives any, from the calls of earlier generations.
     """
     known = False
     for position, value in enumerate(inputs):

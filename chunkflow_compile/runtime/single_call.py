@@ -125,14 +125,12 @@ class SingleCall(BoundCycle):
     def run(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
         """Run one step, in the cycle that has the call next, or by itself.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several and the program has a collective.
+        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several, and the program has a collective or
+        they differ in the shape of an input.
         """
         arena, call = self.arena, self.call
-        if len(rows) > 1 and self.program.problem.collectives:
-            raise ChunkflowError(
-                f"A pass over {self.title} computes one row only, because its collectives are issued once per pass: run "
-                f"the {len(rows)} rows one by one."
-            )
+        if len(rows) > 1:
+            self._check_rows(rows)
         if arena.device.type == "cuda":
             refuse_capture(arena.device)
         arena.refuse_inside()
@@ -150,6 +148,21 @@ class SingleCall(BoundCycle):
         if cycle.replan_after and len(rows) == 1:  # a pass of several rows is not measured
             _replan_if_due(cycle)
         return outputs
+
+    def _check_rows(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Raise ChunkflowError if these rows cannot be computed in one pass."""
+        if self.program.problem.collectives:
+            raise ChunkflowError(
+                f"A pass over {self.title} computes one row only, because its collectives are issued once per pass: run "
+                f"the {len(rows)} rows one by one."
+            )
+        for number, row in enumerate(rows):
+            for position, (one, other) in enumerate(zip(rows[0], row, strict=True)):
+                if one is not other and (expected := _shape(one)) != (found := _shape(other)):
+                    raise ChunkflowError(
+                        f"Rows of one pass need inputs of equal shapes, but input {position} is {expected} in row 0 and "
+                        f"{found} in row {number}: run them in two passes."
+                    )
 
     def repeats(self, other: SingleCall) -> bool:
         """Whether it is the same program on the same weights."""
@@ -177,6 +190,13 @@ class SingleCall(BoundCycle):
                     self.order.remove(self.call)
                     self.call.let_go()
                     self.arena.remove(self)
+
+
+def _shape(value: Any) -> str:
+    """What an input must have in common with that of every other row of its pass: a tensor all but its values."""
+    if isinstance(value, torch.Tensor):
+        return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    return str(value) if isinstance(value, int) else type(value).__name__
 
 
 def bind_program(call: CallSite, arena: Arena) -> SingleCall:

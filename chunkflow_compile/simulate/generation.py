@@ -15,9 +15,9 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack
-from chunkflow_compile.passes.pipeline import Settings, make_cut
+from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.placement.choice import to_pack
-from chunkflow_compile.passes.placement.place import least_memory, place
+from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.units import enough, size
 
@@ -33,7 +33,7 @@ class Component:
     """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``small``: those of its weights that stay on the
     device while other components run.  ``cut``: of its compiled call; None for one that runs eagerly, whose calls take
     ``seconds``.  ``pack``: whether weights are packed where it is planned.  ``calls``: in a generation, one after another.
-    ``hoist``: whether what its ``halves`` compute once for many calls is hoisted, see :class:`Halves`; None without any."""
+    ``halves``: those of its graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned."""
 
     name: str
     weights: int
@@ -50,12 +50,11 @@ class Component:
     def all_packed(self) -> Cut | None:
         return self.cut and packed(self.cut, packable(self.cut))
 
-    def packed_for(self, hardware: Hardware, goal: Goal) -> Cut | None:
+    def packed_for(self, settings: Settings) -> Cut | None:
         """With the weights packed that ``pack`` asks for."""
         if self.cut is None or self.pack != "auto":
             return self.all_packed if self.pack else self.cut
-        plan = partial(place, hardware=hardware, goal=goal, chunk_bytes=DEFAULT_CHUNK_BYTES)
-        return packed(self.cut, to_pack(self.cut, plan))
+        return packed(self.cut, to_pack(self.cut, partial(make_plan, settings=settings)))
 
 
 def generations(components: Sequence[Component], hardware: Hardware, budget: int) -> Mapping[str, Generation]:
@@ -63,8 +62,8 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
     planned within a budget of bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.shared_by(1).copy_rate
-    resident = Goal(policy="resident")
-    plain = [replace(_phase(c, hardware, resident), weights=total) for c in components]
+    resident = Settings(hardware=hardware, goal=Goal(policy="resident"))
+    plain = [replace(_phase(c, resident), weights=total) for c in components]
     moved_s = {c.name: there_and_back_s(c.weights, hardware) for c in components}
     singly = [
         replace(p, weights=c.weights, host=c.weights, loading_s=moved_s[p.name])
@@ -72,7 +71,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
     ]
 
     def blocks(c: Component) -> PhaseMemory:
-        phase = replace(_phase(c, hardware, resident), host=c.weights)
+        phase = replace(_phase(c, resident), host=c.weights)
         if c.cut is None:  # no list of blocks of its own: it goes there and back as a whole
             return replace(phase, loading_s=moved_s[c.name])
         step = play_group_offload(c.cut.problem, hardware)
@@ -83,9 +82,9 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         room = usable(budget) - c.activations - others
         if c.cut is None and c.weights > room:
             raise _too_little(c, others, hardware, budget)
-        goal = Goal(memory=max(0, room))
-        forms = [partial(_planned, c, hardware, goal)] if c.hoist is not True or c.halves is None else []
-        forms += [partial(_hoisted, c, hardware, goal)] if c.hoist and c.halves is not None else []
+        settings = Settings(hardware=hardware, goal=Goal(memory=max(0, room)))
+        forms = [partial(_planned, c, settings)] if c.hoist is not True or c.halves is None else []
+        forms += [partial(_hoisted, c, settings)] if c.hoist and c.halves is not None else []
         found, refused = list[PhaseMemory](), list[ChunkflowError]()
         for form in forms:
             try:
@@ -107,22 +106,21 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
     }
 
 
-def _planned(c: Component, hardware: Hardware, goal: Goal) -> PhaseMemory:
+def _planned(c: Component, settings: Settings) -> PhaseMemory:
     """A phase whose whole component runs in each call."""
-    cut = c.packed_for(hardware, goal)
+    cut = c.packed_for(settings)
     host = c.weights if cut is None else cut.problem.total_bytes
-    return replace(_phase(replace(c, cut=cut), hardware, goal), host=host)
+    return replace(_phase(replace(c, cut=cut), settings), host=host)
 
 
-def _hoisted(c: Component, hardware: Hardware, goal: Goal) -> PhaseMemory:
-    """A phase before which rows are computed, once for all calls.  Raises ChunkflowError if it has no room for them."""
+def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
+    """A phase before which the rows of all its calls are computed.  Raises ChunkflowError if they do not fit the budget."""
     assert c.halves is not None
-    hoisting = plan_halves(c.halves, Settings(hardware=hardware, goal=goal))
+    hoisting = plan_halves(c.halves, settings)
     main = replace(c, cut=make_cut(c.halves.main))
-    within = replace(goal, memory=max(0, (goal.memory or 0) - hoisting.main.outside))
-    cut = main.packed_for(hardware, within)
+    cut = main.packed_for(hoisting.main)
     assert cut is not None
-    phase = _phase(replace(main, cut=cut), hardware, within, hoisting.main.arena)
+    phase = _phase(replace(main, cut=cut), hoisting.main)
     host = cut.problem.total_bytes + c.halves.hoisted_bytes
     weights = phase.weights + hoisting.main.outside
     return replace(phase, weights=weights, host=host, loading_s=hoisting.figures.fill_s)
@@ -155,12 +153,12 @@ def _too_little(component: Component, others: int, hardware: Hardware, budget: i
     )
 
 
-def _phase(component: Component, hardware: Hardware, goal: Goal, arena: int = 0) -> PhaseMemory:
-    """A phase, planned for ``goal`` unless it runs eagerly.  ``arena``: see place."""
+def _phase(component: Component, settings: Settings) -> PhaseMemory:
+    """A phase, planned under ``settings`` unless it runs eagerly."""
     weights, seconds, plan = component.weights, component.seconds, None
     if component.cut is not None:
         problem = component.cut.problem
-        plan = place(problem, hardware, goal, chunk_bytes=DEFAULT_CHUNK_BYTES, arena=arena)
+        plan = make_plan(problem, settings)
         assert plan.predicted is not None
         weights, seconds = plan.device_bytes + problem.unpacked_bytes, plan.predicted.step_s
     return PhaseMemory(

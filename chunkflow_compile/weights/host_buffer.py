@@ -70,10 +70,18 @@ class Life:
     """Lives as long as the weight that it is an attribute of.
 
     Weak references go to it and not to the weight, because torch exchanges no tensor that has one (torch.utils.swap_tensors).
+    ``state``: another object after each change of the buffer that the version of its host tensor does not count.  It is
+    deleted when the weight leaves its store.
     """
 
     def __init__(self) -> None:
-        self.in_store = True
+        self.state = object()
+
+    def change(self) -> None:
+        self.state = object()
+
+    def leave_store(self) -> None:
+        self.__dict__.pop("state", None)
 
 
 class HostBuffer:
@@ -104,6 +112,7 @@ class HostBuffer:
         self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
         self._writing = ProcessLock()  # held for a write, longer than the other one
         self._copied_from = weakref.WeakValueDictionary[int, Any]()  # the raw memory, as programs refer to it
+        self.exposed = False  # whether code of other compilers has used it
         self._uses = 0  # of the memory, by this and the weight, as ``uses`` counts them
         self._store: Store | None = None
         self._life: Callable[[], Life | None] = lambda: None
@@ -151,7 +160,7 @@ class HostBuffer:
         """Be in no store from now on: its weight is in no placed model."""
         self._store, self.pieces, self.keeps_pieces = None, None, False
         if (life := self.life) is not None:
-            del life.in_store
+            life.leave_store()
 
     @property
     def name(self) -> str:
@@ -324,6 +333,25 @@ class HostBuffer:
     def count_write(self) -> None:
         """Its values were written through a weight."""
         self.written += 1
+        self._changed()
+
+    def expose(self) -> None:
+        """The code of another compiler gets the memory.  What it writes is counted by the version of the weight alone."""
+        if not self.exposed:
+            self.exposed = True
+            self._changed()
+
+    def _changed(self) -> None:
+        """Give the weight another state, which programs compare."""
+        if (life := self.life) is not None:
+            life.change()
+            if self._store is None:  # asked last: another thread may make it leave
+                life.leave_store()
+
+    def _set_form(self, form: Form) -> None:
+        if form is not self.form:
+            self.form = form
+            self._changed()
 
     def shard_into(self, pieces: Pieces) -> None:
         """From now on, programs read these pieces on the devices of the ranks, until the weight is written."""
@@ -349,7 +377,8 @@ class HostBuffer:
         if changed and self.compressed:
             with self.write():
                 pass
-        self.written += changed
+        if changed:
+            self.count_write()
         return changed
 
     @contextlib.contextmanager
@@ -409,7 +438,7 @@ class HostBuffer:
                 else:
                     close_pages(self.host)
             if packed is None:
-                self.form = Form.RAW
+                self._set_form(Form.RAW)
         return self.compressed
 
     def unpack(self, leaves: bool = False, lazily: bool = False) -> None:
@@ -430,7 +459,7 @@ class HostBuffer:
                         self._become_raw()
                 if self._store is not None and not leaves:
                     self._store.warn_over_bound(self.name, "is no longer packed")
-            self.form = Form.RAW
+            self._set_form(Form.RAW)
 
     def _become_raw(self) -> None:
         """The pages of a packed weight stay open."""
@@ -443,7 +472,7 @@ class HostBuffer:
         """Have the bytes there from now on."""
         with self._lock():
             if self.compressed != backing.compressed:
-                self.form = Form.COMPRESSED if backing.compressed else Form.RAW
+                self._set_form(Form.COMPRESSED if backing.compressed else Form.RAW)
                 self._resident, self.pieces = None, None
             self.backing = backing
 
@@ -476,7 +505,7 @@ class HostBuffer:
         self.check()
         if before is Where.SHARED:
             self.unpin()  # the pages that a device reads are those at the address when they were pinned
-            self.written += 1  # programs pin it again, also if there is no memory
+            self.count_write()  # programs pin it again, also if there is no memory
         self._back(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")

@@ -183,6 +183,7 @@ class HostWeight(torch.Tensor):
     def raw_host(self) -> torch.Tensor:
         """The host memory, for the code of other compilers, which may write it past every op: a packed weight is raw from
         then on.  A trace does not touch it."""
+        self.buffer.expose()
         if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
@@ -371,9 +372,12 @@ def _is_for_us() -> bool:
     return _traced_by() == _OURS
 
 
-# The buffer of a weight, its form, and the counts of which its ``writes`` is the sum: for what compares many weights in every
-# call.  AttributeError for a tensor that is in no store.
-state_of = attrgetter("buffer", "buffer.form", "life.in_store", "buffer.written", "host._version", "_version")
+# For code that compares many weights in every call.  Both raise AttributeError for a tensor that is in no store.
+# Another object after each change of a weight that the version of its host tensor does not count.  Of a buffer that is
+# ``exposed``, the version of the weight is to be compared, too: for any other, ``written`` counts the same writes.
+mark_of = attrgetter("life.state")
+# What may have changed: the buffer, its form, and the counts of which ``writes`` is the sum.
+state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
 
 
 def with_index(device: torch.device) -> torch.device:

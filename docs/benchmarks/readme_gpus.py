@@ -51,7 +51,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
-from chunkflow_compile.passes.pipeline import Settings, make_cut
+from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.group_offload import play_group_offload
@@ -245,8 +245,7 @@ class Planned:
         hoisting = plan_halves(self.halves, settings)
         cut = make_cut(self.halves.main, GROUP_BYTES)
         problem = packed(cut, packable(cut)).problem if pack else cut.problem
-        main = hoisting.main
-        plan = place(problem, hardware, main.goal, chunk_bytes=CHUNK_BYTES, outside=main.outside, arena=main.arena)
+        plan = make_plan(problem, hoisting.main)
         assert plan.predicted is not None
         return plan.predicted.step_s + hoisting.figures.seconds_per_call
 

@@ -191,7 +191,7 @@ class Storages:
         return self.profiles[part.key]
 
     def _profile_in_slices(self, region: Regional) -> Profile:
-        """Of a region whose code is called for one slice after the other: its inputs are alive until the last call is over."""
+        """Of a region whose code is called for one slice after the other: its inputs are alive until the last call ends."""
         nodes, slicing = region.module.graph.nodes, region.slicing
         assert slicing is not None
         taken = tuple(node for node in nodes if node.op == "placeholder")

@@ -1,9 +1,9 @@
-"""Hoist: split a traced graph into a preamble, which no large input reaches, and main, which does the rest.
+"""Hoist: split a traced graph into a preamble, which depends on small inputs only, and main, which computes the rest.
 
 A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs are
-small and take few values, while the latent is another one in every step.  The preamble computes the matrix products that
-depend on slow inputs only.  Their results cross into main; those of one set of slow inputs are a *row*.  Whoever keeps the
-rows need not stream the weights of the preamble in each step.
+small and take few values, while the latent changes in every step.  The preamble computes the matrix products that depend on
+slow inputs only.  Their results *cross* into main, which takes them as inputs.  The results for one set of slow inputs are a
+*row*.  A caller that keeps the rows need not stream the weights of the preamble in each step.
 
 Contract
     On entry: a Traced.  It is not changed.
@@ -56,12 +56,12 @@ _PRODUCTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """A graph in two.  Positions count the inputs of the whole graph.
+    """A graph that is split in two.  Positions are those of inputs of the whole graph.
 
-    ``preamble_inputs``, ``main_inputs``: where the inputs of each half come from; main's are followed by what crosses, in the
-    order of the outputs of the preamble.  ``slow``: inputs of the preamble that are no weights.  ``hoisted``: names of the
-    weights that only the preamble reads, and ``hoisted_bytes`` of them that are streamed.  ``row_bytes``: of what crosses.
-    ``key``: equal for preambles of the same ops on inputs of the same kind.
+    ``preamble_inputs``, ``main_inputs``: positions of the inputs of each half.  Main takes the outputs of the preamble after
+    them, in their order.  ``slow``: positions of the preamble's inputs that are not weights.  ``hoisted``: names of the
+    weights that only the preamble reads.  ``hoisted_bytes``: size of those among them that stream.  ``row_bytes``: size of
+    the outputs of the preamble.  ``key``: equal for preambles with the same ops on inputs of the same shapes.
     """
 
     preamble: Traced
@@ -76,11 +76,11 @@ class Halves:
 
 
 def split(traced: Traced) -> Halves | None:
-    """The halves of a graph; None if there is nothing to hoist.
+    """Split a graph; return None if there is nothing to hoist.
 
-    The slow inputs are those that the Traced names, or else the inputs of at most :data:`MOST_SLOW_BYTES` that are smaller
-    than the largest result, which is as large as the latent.  In a block they are smaller than every result: text passes
-    through it as well, and a short prompt is small.
+    The slow inputs are those that the Traced names.  If it names none, they are the inputs of at most
+    :data:`MOST_SLOW_BYTES` that are smaller than the largest result, which is as large as the latent.  In a block they are
+    smaller than every result, because text passes through the block as well, and a short prompt is small.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -126,7 +126,8 @@ def split(traced: Traced) -> Halves | None:
 
 
 class _Slow:
-    """What a graph computes from slow inputs.  ``nodes``: in program order.  ``parameters``: by their placeholders."""
+    """The nodes of a graph that depend on slow inputs only.  ``nodes``: all nodes, in program order.  ``parameters``: the
+    parameter of each placeholder that is one."""
 
     def __init__(self, traced: Traced) -> None:
         slow = traced.slow
@@ -147,7 +148,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        latent = set[Node]()  # readers of slow values only, which share a weight with one that is not
+        latent = set[Node]()  # they read slow values only, but share a weight with a node that does not
         while True:
             self._classify(latent)
             shared = {reader for reader in self._readers_of_shared() if reader in self._slow}
@@ -169,14 +170,14 @@ class _Slow:
                 self._slow.add(node)
 
     def _readers_of_shared(self) -> Iterator[Node]:
-        """The readers of streamed weights that are also read by a node that is not slow."""
+        """All readers of each streamed weight that has a reader which is not slow."""
         for node, parameter in self.parameters.items():
             readers = self._readers(node)
             if parameter.keep is None and any(r not in self._slow for r in readers):
                 yield from readers
 
     def _readers(self, weight: Node) -> set[Node]:
-        """What reads a weight, or a value that depends on weights only."""
+        """The nodes that read a weight, or a value computed from weights only, and that read other values as well."""
         readers, todo = set[Node](), [weight]
         while todo:
             for user in todo.pop().users:
@@ -187,7 +188,7 @@ class _Slow:
         return readers
 
     def crossing(self) -> list[Node]:
-        """The products whose results cross, in program order: those that pay for their row, of those that main needs."""
+        """The products whose results cross, in program order: main reads each, and each replaces enough bytes of weights."""
         replaced: dict[Node, int] = {}
         for node, parameter in self.parameters.items():
             for reader in self._readers(node) if parameter.keep is None else ():
@@ -212,8 +213,8 @@ class _Slow:
         return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
-        """The nodes of main, if the results of these products need not be computed there.  Slow values that are no products
-        are computed in both halves where both need them."""
+        """The nodes of main if these products are hoisted.  Slow values that are not products are computed in each half that
+        needs them."""
         kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
         return self._with_operands(kept, hoisted)
 
@@ -232,7 +233,7 @@ class _Slow:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a node only computes its result: it draws, writes and sends nothing."""
+    """Whether a node only computes its result: it is not random, writes no tensor, and does not communicate."""
     if node.target is operator.getitem or is_size(node):
         return True
     target = node.target
@@ -243,7 +244,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _is_random(node: Node) -> bool:
-    """Whether a node draws its values.  Attention without dropout has the tag, too."""
+    """Whether a node is random.  Attention without dropout is not, although it has the tag."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -255,7 +256,7 @@ def _is_random(node: Node) -> bool:
 
 
 def _is_concrete(node: Node) -> bool:
-    """Whether a node is one or several tensors without symbols in their sizes."""
+    """Whether the value of a node is a tensor, or several, without symbols in their sizes."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(t, FakeTensor) and all(type(s) is int for s in (*t.shape, *t.stride())) for t in tensors)
@@ -302,7 +303,7 @@ def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept
 
 
 def _key(preamble: GraphModule, weights: Sequence[str]) -> str:
-    """``weights``: for each input, a label of the weight that it is, or nothing."""
+    """A digest of the ops and inputs of a preamble.  ``weights``: for each input, a label if it is a weight, or ""."""
     numbers: dict[Any, int] = {}
     results = _numbered(preamble, range(len(weights)), numbers).results
     values = [str(n.meta["val"]) for n in preamble.graph.find_nodes(op="placeholder")]
@@ -340,7 +341,8 @@ def check_halves(traced: Traced, halves: Halves) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Numbers of values: equal for equal ops on equal operands.  ``effects``: the ops that do not only compute, in order."""
+    """The inputs and results of a graph as numbers, which are equal for equal ops on equal operands.  ``effects``: the ops
+    with side effects, in order."""
 
     inputs: list[int]
     results: Any
@@ -348,7 +350,7 @@ class _Numbered:
 
 
 def _numbered(graph: GraphModule, inputs: Iterable[int], numbers: dict[Any, int]) -> _Numbered:
-    """Number the values of a graph.  ``inputs``: the numbers of its inputs; -1 - i for those of the whole graph."""
+    """Number the values of a graph.  ``inputs``: numbers of its inputs.  ``numbers``: numbers of the ops met so far."""
     given, of, effects = iter(inputs), dict[Node, int](), list[str]()
     mine = list[int]()
     results: Any = None

@@ -137,7 +137,9 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
                 outputs[-1] = begun[write.value] = part = states.placeholder(f"part_{left[write.value]}")
                 parts[part] = write.value
         writes = tuple((write.slice, place) for write, place in zip(phase.writes, over, strict=True))
-        graph = _with_inputs_first(phase, [place is not None and write.over is None for write, place in zip(phase.writes, over, strict=True)])
+        graph = _with_inputs_first(
+            phase, [place is not None and write.over is None for write, place in zip(phase.writes, over, strict=True)]
+        )
         yield _Calls(graph, tuple(inputs), tuple(outputs), Slicing(phase.repeat, tuple(slices), writes), parts)
 
 
@@ -157,7 +159,7 @@ def _with_inputs_first(phase: Phase, begun: Sequence[bool]) -> GraphModule:
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
-    """For each region, the positions of the inputs in whose memory nothing is read later, and which a region has allocated."""
+    """For each region, the positions of the inputs that a region has allocated and in whose memory nothing is read later."""
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
         for node in item.inputs if isinstance(item, CutRegion) else item.all_input_nodes:

@@ -56,8 +56,8 @@ def place(
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against the budget, and
-    so do the largest weight that a region unpacks, this rank's pieces of weights, and activations if the goal has them.  ``arena``: bytes that the arena has in
-    any case, because another program of the model runs in it.
+    so do the largest weight that a region unpacks, this rank's pieces of weights, and activations if the goal has them.
+    ``arena``: bytes that the arena has in any case, because another program of the model runs in it.
     ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
     Raises ChunkflowError if the budget is below the least that the program needs, or if the timings are of another problem.
     """
@@ -79,9 +79,9 @@ def place(
     else:
         plan = builder.plan(*_policy_windows(planner))
     if goal.memory is not None and plan.device_bytes + outside > goal.memory:
+        taken = size(plan.device_bytes + outside)
         raise ChunkflowError(
-            f"{goal.option}={size(goal.memory)} is below the {size(plan.device_bytes + outside)} that policy {goal.policy} takes; "
-            "it has no smaller plan."
+            f"{goal.option}={size(goal.memory)} is below the {taken} that policy {goal.policy} takes; it has no smaller plan."
         )
     return plan
 

@@ -127,4 +127,3 @@ def _check_overwritten(
             late = [u for u in value.users if number[u] > number[node] and not outputs & {value}]
             if late:
                 yield f"{value.name}: {late[0].name} reads it after {node.name} has overwritten it"
-

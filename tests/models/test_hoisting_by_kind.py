@@ -15,6 +15,7 @@ from helpers import Stack, small_twins, twins
 from pipelines import Applied, expected
 from small_pipelines import SMALL_PIPELINES
 from step_caches import step_cache
+from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import cycles, explain
@@ -55,9 +56,11 @@ class Steps:
         inputs["timestep"] = torch.full_like(inputs["timestep"], 1 - step / STEPS)
         assert torch.equal(self.model(**inputs)[0], self.twin(**inputs)[0]), (step, seed)
 
-    def generate(self, seed: int, size: Size = SIZE) -> None:
+    def generate(self, seed: int, size: Size = SIZE, calls: int = 1) -> None:
+        """``calls``: in each step, for as many prompts."""
         for step in range(STEPS):
-            self.run(step, 100 * seed + step, size)
+            for call in range(calls):
+                self.run(step, 100 * seed + 10 * call + step, size)
 
     @property
     def counts(self) -> Counts:
@@ -84,9 +87,13 @@ class Steps:
 
 
 def test_the_second_generation_has_no_misses() -> None:
-    """With another prompt, and with one of another length, for which the blocks are compiled again."""
+    """With another prompt, and with one of another length, for which the blocks are compiled again.
+
+    For guidance, each step of the first makes two calls, which take equal values in different tensors.  After a write to a
+    hoisted weight, its block computes the rows of all steps again, in one pass.
+    """
     steps = Steps().compile()
-    steps.generate(0)
+    steps.generate(0, calls=2)
     assert steps.counts.row_misses == BLOCKS + STEPS - 1, "a miss computes the rows of all blocks that are known"
     assert steps.computed == [STEPS] * BLOCKS
     misses, hits = steps.counts.row_misses, steps.counts.row_hits
@@ -97,6 +104,11 @@ def test_the_second_generation_has_no_misses() -> None:
     (note,) = hoisting_notes(steps.model)
     assert "weights of 4 blocks are hoisted, 768.0 KiB, by one small input; 5 rows per block" in note
     assert note in explain(steps.model).notes
+    for model in (steps.model, steps.twin):
+        model.transformer_blocks[1].img_mod[1].weight.mul_(1.5)
+    steps.generate(3)
+    assert steps.counts.row_misses == misses + 1
+    assert sorted(steps.computed) == [STEPS] * (BLOCKS - 1) + [2 * STEPS]
 
 
 def test_a_step_moves_less_by_the_hoisted_weights() -> None:
@@ -114,20 +126,12 @@ def test_a_step_moves_less_by_the_hoisted_weights() -> None:
     assert found == [sum(large.values()) - hoisted, sum(large.values())] and hoisted
 
 
-def test_values_are_read_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device: no tensor is in host memory.  Hits and misses."""
+def test_a_step_reads_values_once_and_starts_cold_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preambles of all blocks run before the first block, in whose cycle no other program then runs.
+
+    Values are read as on a device: no tensor is in host memory.
+    """
     monkeypatch.setattr(arena, "InputBits", lambda: InputBits(on_host=lambda _: False))
-    steps = Steps().compile()
-    steps.run(0, 0)
-    (bits,) = {program.arena.bits for program in chunkflow_compile.programs(steps.model)}
-    for step in range(1, 2 * STEPS):
-        before = bits.sources.transfers
-        steps.run(step % STEPS, step)
-        assert bits.sources.transfers == before + 1, step
-
-
-def test_a_step_of_misses_starts_cold_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preambles of all blocks run before the first block, in whose cycle no other program then runs."""
     cold, count = Counter[str](), CallSite.count
 
     def counted(call: CallSite, cost: Cost) -> None:
@@ -136,38 +140,17 @@ def test_a_step_of_misses_starts_cold_at_most_once(monkeypatch: pytest.MonkeyPat
         count(call, cost)
 
     monkeypatch.setattr(CallSite, "count", counted)
-    steps = Steps().compile()
-    for step in range(STEPS):
+    steps, transfers = Steps().compile(), 0
+    for step in range(2 * STEPS):
         cold.clear()
-        steps.run(step, step)
-        assert cold["preamble"] == BLOCKS
+        steps.run(step % STEPS, step)
+        (bits,) = {program.arena.bits for program in chunkflow_compile.programs(steps.model)}
+        if step:  # in the first one, each block learns that it has others
+            assert bits.sources.transfers == transfers + 1, step
+        transfers = bits.sources.transfers
+        assert cold["preamble"] == (BLOCKS if step < STEPS else 0)
         # in the third step, the cycle that the calls are now starts cold itself
-        assert cold["cold main"] == (0, 0, 2, 1, 1)[step], step
-    cold.clear()
-    steps.run(0, 9)
-    assert not cold["preamble"] and not cold["cold main"]
-
-
-def test_a_hoisted_weight_is_written() -> None:
-    """Its block computes the rows of all steps again, in one pass."""
-    steps = Steps().compile()
-    steps.generate(0)
-    for model in (steps.model, steps.twin):
-        model.transformer_blocks[1].img_mod[1].weight.mul_(1.5)
-    misses = steps.counts.row_misses
-    steps.generate(1)
-    assert steps.counts.row_misses == misses + 1
-    assert sorted(steps.computed) == [STEPS] * (BLOCKS - 1) + [2 * STEPS]
-
-
-def test_guidance_in_two_calls() -> None:
-    """Both calls of a step take equal values, which other tensors have."""
-    steps = Steps().compile()
-    for generation in range(2):
-        for step in range(STEPS):
-            steps.run(step, 10 * generation)
-            steps.run(step, 10 * generation + 1)
-    assert steps.computed == [STEPS] * BLOCKS
+        assert cold["cold main"] == (0, 0, 2, 1, 1, *(0,) * STEPS)[step], step
 
 
 def test_a_cache_that_skips_blocks() -> None:
@@ -262,7 +245,7 @@ def test_flux_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
     assert "of 2 blocks" not in note and "1 of 2 calls found theirs" in note
 
 
-def test_one_miss_computes_the_rows_of_both_kinds() -> None:
+def test_one_miss_computes_the_rows_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
     """LongCat-Image has blocks of two kinds, which take the same value."""
     model, twin = twins(
         lambda: diffusers.LongCatImageTransformer2DModel(
@@ -291,6 +274,7 @@ def test_one_miss_computes_the_rows_of_both_kinds() -> None:
     assert misses == [5, 6, 7, 7, 7, 7]
     notes = " ".join(sorted(hoisting_notes(model)))
     assert "6 weights of 3 blocks are hoisted" in notes and "8 weights of 2 blocks are hoisted" in notes
+    assert "changes nothing for the part of the model" not in caplog.text, "what is beside the blocks is small"
 
 
 class Unmodulated(Stack):
@@ -306,4 +290,35 @@ def test_blocks_without_modulations(caplog: pytest.LogCaptureFixture) -> None:
     x, timestep = torch.randn(4, 8), torch.ones(1)
     assert torch.equal(model(x, timestep), twin(x, timestep))
     assert caplog.text.count("hoist=True changes nothing for blocks.0 and the blocks of its kind") == 1
+    assert not hoisting_notes(model)
+
+
+class Broken(nn.Module):
+    """Graph breaks divide it, and its second part reads the modulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.projection = nn.Linear(8, 64), nn.Linear(32, 32)
+        self.before, self.after = nn.Linear(32, 80), nn.Linear(32, 80)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        x = x + self.before(x)[..., :32]
+        torch._dynamo.graph_break()
+        scale, shift = self.modulation(t)[:, None].chunk(2, dim=-1)
+        x = x + self.projection(x * (1 + scale) + shift)
+        torch._dynamo.graph_break()
+        return self.after(x)
+
+
+def test_what_is_not_hoisted_in_a_part_that_is_no_block_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = twins(Broken)
+    run = torch.compile(model, backend="chunkflow", options={**EAGER, "hoist": True, "min_bytes": 64})
+    t = torch.randn(1, 8)
+    for tokens in (16, 16, 24):
+        x = torch.randn(1, tokens, 32)
+        assert torch.equal(run(x, t), twin(x, t))
+    said = (
+        "for the part of the model that reads modulation.weight, although 2 of its weights (2.2 KiB) could be hoisted"
+    )
+    assert caplog.text.count(said) == 1
     assert not hoisting_notes(model)

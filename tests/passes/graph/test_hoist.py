@@ -26,7 +26,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import MOST_ROWS, hoisting_of, rows_within
 from chunkflow_compile.passes.pipeline import Settings, stages
 
-SIZE = Size(layers=2, singles=1)
+SIZE = Size(layers=1, singles=1)
 FAST = str(Path(__file__).parents[2] / "fast_compute.json")
 
 
@@ -185,13 +185,13 @@ def test_main_is_planned_with_the_table_and_an_arena_for_the_preamble() -> None:
     traced, halves = _halves()
     hoisting = hoisting_of(traced, SETTINGS)
     assert hoisting is not None
-    assert hoisting.rows == rows_within(halves, 20_000) == 20_000 // 16 // halves.row_bytes
+    assert hoisting.rows == rows_within(halves, Goal(memory=20_000)) == 20_000 // 16 // halves.row_bytes
     *_, stage = stages(halves.main, hoisting.main)
     assert stage.plan is not None
     assert stage.plan.arena_bytes >= hoisting.preamble_plan.arena_bytes > 0
     assert stage.plan.device_bytes + hoisting.main.outside <= 20_000
     assert all(w.home == "host" and None not in w.windows for w in hoisting.preamble_plan.streamed)
-    assert rows_within(halves, None) == MOST_ROWS
+    assert rows_within(halves, Goal()) == MOST_ROWS
 
 
 def test_hoisting_that_cannot_be_is_refused() -> None:

@@ -1,0 +1,91 @@
+"""Hoisting in a compilation: which preamble computes the rows of a graph, and what to tell the user if none does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from chunkflow_compile.frontend.preconditions import warn_once
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.graph.hoist import split
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.hoisting import Hoisting
+from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.program.cycle import block_of
+from chunkflow_compile.placed.placement import Placement, placement_of
+from chunkflow_compile.runtime.graph import CompiledGraph
+from chunkflow_compile.runtime.hoisted import Preamble
+from chunkflow_compile.runtime.single_call import SingleCall
+from chunkflow_compile.units import size
+
+_log = logging.getLogger(__name__)
+
+_NOTHING_IN_BLOCKS = (
+    "hoist=True changes nothing for %s and the blocks of its kind: products of small inputs alone, such as the timestep, "
+    "read none of their weights"
+)
+_A_PART = (
+    "hoist=True changes nothing for the part of the model that reads {name}, although {count} of its weights ({nbytes}) "
+    "could be hoisted: only whole models and blocks that repeat are hoisted. If a graph break divides the model, remove it; "
+    "fullgraph=True shows where it is."
+)
+
+
+def preamble_of(
+    placement: Placement | None,
+    hoisting: Hoisting,
+    chosen: Options,
+    of_blocks: bool,
+    make: Callable[[], CompiledGraph],
+) -> Preamble:
+    """The preamble of a graph: the one that a graph of the same model has made for another size, or else a new one.
+
+    ``chosen``: options of the graph.  ``of_blocks``: whether it is compiled for all blocks of its kind.  ``make``: compiles
+    the preamble.
+    """
+    key = hoisting.halves.key, chosen
+    found = None if placement is None else placement.preamble(key)
+    # blocks take what was computed from the timestep
+    follow = _unknown if of_blocks else _timesteps_of
+    return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
+
+
+def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
+    """Warn if hoist=True has no effect on a part of a model.  A whole model raises an error instead.
+
+    ``by_kind``: whether the model is compiled by kind: then the small parts beside its blocks are not worth a warning.
+    """
+    if settings.goal.hoist is not True or settings.goal.policy != "chunkflow" or not settings.part:
+        return
+    name = next((p.name for p in traced.parameters if p.keep is None), "")
+    if traced.repeats is not None:
+        _log.warning(_NOTHING_IN_BLOCKS, block_of(name))
+    elif not by_kind and (halves := split(traced)) is not None:
+        warn_once(_A_PART.format(name=name, count=len(halves.hoisted), nbytes=size(halves.hoisted_bytes)))
+
+
+def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
+    """The schedule that the calls of a model follow, None if it is not known."""
+    placement = _placement_of(program)
+    return None if placement is None else placement.timesteps()
+
+
+def _unknown(program: SingleCall) -> None:
+    """No schedule is known."""
+
+
+def _share(preamble: Preamble, program: SingleCall) -> None:
+    """Make the preamble known to the model of a program whose rows it computes, and divide the memory for rows among all
+    preambles of the same weights."""
+    if (placement := _placement_of(program)) is not None:
+        placement.share(preamble)
+        same = [each for each in placement.preambles if each.hoisted == preamble.hoisted]
+        for each in same:
+            each.limit(len(same))
+
+
+def _placement_of(program: SingleCall) -> Placement | None:
+    root = next((buffer.store.root for buffer in program.call.buffers.values()), None)
+    return None if root is None else placement_of(root)
