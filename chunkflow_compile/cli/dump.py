@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import STAGES, StageName
-from chunkflow_compile.passes.pipeline import Stage, stages
+from chunkflow_compile.passes.pipeline import Settings, Stage, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
@@ -30,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
     progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
     target = load_target(arguments, progress, graph=True)
-    pieces = target.cut if target.settings.goal.pack else None  # refuses a model of which no weight can be packed
-    run_to_last = stages(target.traced, target.settings, pieces=pieces, verify_each=arguments.verify_each, last=last)
+    traced, settings, pieces = _shown(arguments, target)
+    run_to_last = stages(traced, settings, pieces=pieces, verify_each=arguments.verify_each, last=last)
     finished: list[Stage] = []
     times: list[tuple[str, str, str]] = []
     run_logged = logged(run_to_last, target.hardware)
@@ -57,21 +59,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _shown(arguments: argparse.Namespace, target: Target) -> tuple[Traced, Settings, Cut | None]:
+    """The graph that is shown, its settings, and its cut if that is made already: the preamble, or what a step runs."""
+    hoisting = target.hoisting
+    if arguments.preamble:
+        if hoisting is None:
+            raise ChunkflowError("--preamble: nothing is hoisted. Give --hoist too, or leave it out.")
+        return hoisting.halves.preamble, hoisting.preamble, hoisting.preamble_cut
+    pieces = target.cut if target.settings.goal.pack else None  # refuses a model of which no weight can be packed
+    if hoisting is None:
+        return target.traced, target.settings, pieces
+    return hoisting.halves.main, hoisting.main, pieces
+
+
 def _show(arguments: argparse.Namespace, target: Target, finished: list[Stage], writer: StageWriter | None) -> None:
     """Print or write the stages, also of a run that failed: they show what led to the failure."""
+    heading = target.heading_of(arguments.preamble)
     if writer is None:
         stage = finished[-1]
         note = annotator(stage, target.hardware) if arguments.annotate else None
         say(arguments, render(stage_lines(stage), note, full=arguments.full).rstrip("\n"))
     else:
-        report = writer.finish(target.heading, target.forwards)
+        report = writer.finish(heading, target.forwards)
         rows = [(w.name, w.path.name, w.lines, w.added, w.removed) for w in writer.written]
-        say(arguments, f"{target.heading}\n")
+        say(arguments, f"{heading}\n")
         say(arguments, fitted(rows, ("stage", "file", "lines", "added", "removed")))
         say(arguments, f"\nread first: {report}")
     if arguments.json:
         counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in finished}
-        write_json(arguments, {"model": target.heading, "ops": counts})
+        write_json(arguments, {"model": heading, "ops": counts})
 
 
 def _last(arguments: argparse.Namespace) -> StageName:

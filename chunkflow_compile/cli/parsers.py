@@ -135,6 +135,7 @@ def _simulate(parser: ArgumentParser) -> None:
 
 def _why(parser: ArgumentParser) -> None:
     add_model(parser, or_blocks=True)
+    add_hoist(parser)
     name = "name of the weight, or a part of the name that is unique"
     parser.add_argument("param", metavar="PARAM", help=name)
     add_json(parser, "the story")
@@ -143,6 +144,7 @@ def _why(parser: ArgumentParser) -> None:
 def _timeline(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser, or_plan=True, or_blocks=True)
+    add_hoist(parser)
     add("--out", required=True, metavar="FILE", help="picture (.png, .svg) or trace events (.json)")
     add("--block", metavar="NAME", help="first block to enlarge (default: one in the middle)")
     add("--blocks", type=int, default=1, metavar="N", help="number of blocks to enlarge (default 1)")
@@ -151,6 +153,8 @@ def _timeline(parser: ArgumentParser) -> None:
 def _dump(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser)
+    add_hoist(parser)
+    add("--preamble", action="store_true", help="with --hoist: show what computes the hoisted products, not the step")
     add("--stage", metavar="NAME", help="stop after this stage")
     add("--annotate", action="store_true", help="end lines with cost, window, slot, bytes and slack")
     add("--full", action="store_true", help="do not fold equal blocks or shorten lines")

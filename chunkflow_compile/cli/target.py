@@ -29,6 +29,7 @@ from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.report.plan_tables import hoisting_sentence
 from chunkflow_compile.report.record import prose
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
@@ -77,7 +78,7 @@ class Target:
     def cut(self) -> Cut:
         """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to
         lie in pieces on the ranks' devices, and none can."""
-        hoisting = self._hoisting
+        hoisting = self.hoisting
         cut = (
             choose_cut(self.traced, self.settings)
             if hoisting is None
@@ -91,8 +92,8 @@ class Target:
         return cut
 
     @cached_property
-    def _hoisting(self) -> Hoisting | None:
-        """Raises ChunkflowError if products are to be hoisted and none can."""
+    def hoisting(self) -> Hoisting | None:
+        """Both halves of the model, None if nothing is hoisted.  Raises ChunkflowError if products must be and none can."""
         return hoisting_of(self.traced, self.settings)
 
     @property
@@ -114,7 +115,7 @@ class Target:
             return self.kept
         goal, problem = self.settings.goal, self.cut.problem
         raw = on_peers(packed(self.cut, ()), (), 0).problem if goal.pack or goal.peers else problem
-        if (hoisting := self._hoisting) is not None:
+        if (hoisting := self.hoisting) is not None:
             plain = replace(goal, pack=False, peers=False, hoist=False)
             raw = choose_cut(self.traced, replace(self.settings, goal=plain)).problem
         found = Problems(problem, raw, None if hoisting is None else hoisting.figures)
@@ -156,11 +157,17 @@ class Target:
 
     def plan(self, problem: Problem | None = None, **other: Any) -> Plan:
         """The plan for the goal of the command, or for another form of the problem, or for ``other`` settings."""
-        settings, problem = self.settings, problem or self.problem
-        if self.hoisted is not None and problem is self.problem:
-            settings = replace(settings, outside=self.hoisted.outside, arena=self.hoisted.arena)
+        problem = problem or self.problem
+        settings = self.settings_of_step if problem is self.problem else self.settings
         plan = make_plan(problem, replace(settings, **other), inside=self.regional)
         return replace(plan, model=self.title)
+
+    @property
+    def settings_of_step(self) -> Settings:
+        """The settings that the problem is planned with: they count the memory of rows, and leave room for the preamble."""
+        if self.hoisted is None:
+            return self.settings
+        return replace(self.settings, outside=self.hoisted.outside, arena=self.hoisted.arena)
 
     @property
     def ranks(self) -> int:
@@ -185,6 +192,13 @@ class Target:
         without = f"; without {', '.join(sorted(self.settings.disabled))}" if self.settings.disabled else ""
         without += "; its blocks compiled one by one" if self.regional else ""
         return prose(f"{self.title}; {self.where}, {self.calls}{without}")
+
+    def heading_of(self, preamble: bool) -> str:
+        """The heading of what shows the preamble, or else what a step runs, which is main if products are hoisted."""
+        if self.hoisted is None:
+            return self.heading
+        half = "the preamble" if preamble else "main"
+        return prose(f"{self.heading}; {half}, hoisted: {hoisting_sentence(self.hoisted)}")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:

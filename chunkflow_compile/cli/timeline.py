@@ -7,11 +7,12 @@ from pathlib import Path
 
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hoisting import HoistingFigures
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
 from chunkflow_compile.report.pictures import check_picture
-from chunkflow_compile.report.plan_tables import part_of
+from chunkflow_compile.report.plan_tables import held
 from chunkflow_compile.report.record import fine, prose, seconds
 from chunkflow_compile.report.timeline_picture import draw_timeline
 from chunkflow_compile.units import size
@@ -26,10 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--blocks must be at least 1.")
     check_picture(out, ".json")
     progress = Progress(1 if arguments.model.endswith(".json") else 3)
-    title, plan = _plan_shown(arguments, progress)
+    title, plan, hoisted = _plan_shown(arguments, progress)
     lanes = lanes_of(plan)
-    held = f"{part_of(plan.device_bytes, sum(w.nbytes for w in plan.weights))} of weights on the GPU"
-    said = f"{title}: {held}, {size(plan.moved_bytes)} copied per forward"
+    said = f"{title}: {held(plan, hoisted)} of weights on the GPU, {size(plan.moved_bytes)} copied per forward"
     with progress.phase("drawing"):
         if out.suffix == ".json":
             out.write_text(trace_events(lanes, said))
@@ -52,11 +52,13 @@ def _stalls_sentence(lanes: Lanes) -> str:
     return f"compute waits {count} time{'s' * (count != 1)}, {fine(waited)} in all; longest before {named}"
 
 
-def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str, Plan]:
-    """The title of the picture, which names the model, and the plan."""
+def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str, Plan, HoistingFigures | None]:
+    """The title of the picture, which names the model, the plan, and what it does not show because it is hoisted."""
     if arguments.model.endswith(".json"):
         refuse_options(arguments)
         plan = read_plan(arguments.model)
-        return f"{plan.model or Path(arguments.model).name}; policy {plan.policy} on {plan.hardware}", plan
+        return f"{plan.model or Path(arguments.model).name}; policy {plan.policy} on {plan.hardware}", plan, None
     target, plan = load_and_plan(arguments, progress)
-    return f"{target.title}; {target.where}", plan
+    hoisted = target.hoisted
+    without = "" if hoisted is None else f"; without {size(hoisted.nbytes)} of hoisted weights"
+    return f"{target.title}; {target.where}{without}", plan, hoisted

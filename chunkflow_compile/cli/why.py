@@ -6,23 +6,38 @@ import argparse
 from functools import partial
 
 from chunkflow_compile.passes.pipeline import make_plan
-from chunkflow_compile.report.story import changes, find_weight, tell
+from chunkflow_compile.report.story import Story, changes, find_weight, tell
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import load_target, note_rates
+from .target import Target, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
     progress = Progress(3)
     target = load_target(arguments, progress)
-    weight = find_weight(target.problem, arguments.param)
+    name = find_weight(target.problem if target.hoisted is None else target.raw, arguments.param).name
+    hoisted = all(weight.name != name for weight in target.problem.weights)
+    story = (_in_preamble if hoisted else _in_step)(target, name, progress)
+    say(arguments, f"{target.heading_of(preamble=hoisted)}\n\n{story}")
+    write_json(arguments, story)
+    return 0
+
+
+def _in_step(target: Target, name: str, progress: Progress) -> Story:
+    """The story of a weight that a step reads."""
+    weight = find_weight(target.problem, name)
     with progress.phase("planning"):
         note_rates(target)
         plan = target.plan()
     with progress.phase("planning alternatives"):
         plan_for = partial(make_plan, target.problem, inside=target.regional)
-        story = tell(weight, plan, changes(weight, target.problem.ranks, target.settings, plan_for))
-    say(arguments, f"{target.heading}\n\n{story}")
-    write_json(arguments, story)
-    return 0
+        return tell(weight, plan, changes(weight, target.problem.ranks, target.settings_of_step, plan_for))
+
+
+def _in_preamble(target: Target, name: str, progress: Progress) -> Story:
+    """The story of a hoisted weight."""
+    with progress.phase("planning"):
+        hoisting = target.hoisting
+    assert hoisting is not None
+    return tell(find_weight(hoisting.preamble_cut.problem, name), hoisting.preamble_plan, ())

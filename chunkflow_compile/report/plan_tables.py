@@ -22,9 +22,10 @@ def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures
     assert predicted is not None
     forward_s = forward_seconds(plan, hoisted)
     ratio = forward_s / (predicted.resident_step_s or 1.0)
-    held = f"{_held(plan, problem, hoisted)} of weights on the GPU"
     step = f"; {forwards} forwards per step, {seconds(forward_s * forwards)}" if forwards > 1 else ""
-    return prose(f"{seconds(forward_s)} per forward, {ratio:.3f} times all-resident; {held}{step}")
+    return prose(
+        f"{seconds(forward_s)} per forward, {ratio:.3f} times all-resident; {held(plan, hoisted)} of weights on the GPU{step}"
+    )
 
 
 def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
@@ -33,9 +34,10 @@ def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
     return plan.predicted.step_s + (0.0 if hoisted is None else hoisted.seconds_per_call)
 
 
-def _held(plan: Plan, problem: Problem, hoisted: HoistingFigures | None) -> str:
+def held(plan: Plan, hoisted: HoistingFigures | None = None) -> str:
+    """The weights on the GPU, rows included, out of all weights, the hoisted ones included."""
     outside, elsewhere = (0, 0) if hoisted is None else (hoisted.outside, hoisted.nbytes)
-    return part_of(plan.device_bytes + outside, problem.total_bytes + elsewhere)
+    return part_of(plan.device_bytes + outside, sum(weight.nbytes for weight in plan.weights) + elsewhere)
 
 
 def part_of(part: int, whole: int) -> str:
@@ -55,7 +57,7 @@ def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: Hoisting
         ("compute", seconds(predicted.compute_s)),
         ("waiting for weights", seconds(predicted.exposed_s)),
         ("copies in total", seconds(predicted.copy_s)),
-        ("weights on the GPU", _held(plan, problem, hoisted)),
+        ("weights on the GPU", held(plan, hoisted)),
         ("of which arena", size(plan.arena_bytes)),
         ("copied per forward", size(plan.moved_bytes)),
     ]

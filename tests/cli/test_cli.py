@@ -329,6 +329,33 @@ def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Ca
     assert "no weight is read by products of small inputs alone" in capsys.readouterr().err.replace("\n", " ")
 
 
+def test_both_halves_of_a_hoisted_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its step by default; the preamble on request, and as the story of a hoisted weight."""
+    sizes = ("--hardware", str(HERE / "slow_compute.json"), "--min-bytes", "64", "--memory", "24KB")
+
+    def run(command: str, *arguments: str, code: int = 0) -> str:
+        assert main([command, f"{HERE / 'two_blocks.py'}:timed", *arguments, *sizes]) == code
+        found = capsys.readouterr()
+        return (found.err if code else found.out).replace("\n", " ")
+
+    listings = [run("dump", "--full", "--hoist", *half) for half in ((), ("--preamble",))]
+    copied = [sorted(set(re.findall(r"prefetch\('([a-z]+)\.", listing))) for listing in listings]
+    assert copied == [["projections"], ["embed", "modulations"]]
+    assert "--preamble: nothing is hoisted" in run("dump", "--preamble", code=2)
+    for weight, half, reader in (
+        ("modulations.1.weight", "the preamble", "modulations.1"),
+        ("projections.1.weight", "main", "projections.1"),
+    ):
+        said = run("why", weight, "--hoist")
+        assert f"{half}, hoisted: 6 weights, 17.6 KiB" in said and f"({reader}: " in said, said
+        assert ("what would change it" in said) == (half == "main")
+    picture = tmp_path / "step.json"
+    said = run("timeline", "--hoist", "--out", str(picture))
+    assert "without 17.6 KiB of hoisted weights: " in said and "of 25.9 KiB of weights on the GPU" in said
+    drawn = picture.read_text()
+    assert "projections.1.weight" in drawn and "modulations.1.weight" not in drawn
+
+
 def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both curves; how many weights are packed, and which; what they take on the device."""
     file = tmp_path / "found.json"
