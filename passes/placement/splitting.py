@@ -3,8 +3,8 @@
 Contract
     On entry: a Cut with one region for each run of regions in a block, and how its problems are planned.
     On exit: the Cut with some of its blocks split into slices of their tokens: as few as it takes until weights and
-    activations fit the budget, or more of them if the predicted step is then less than 1 / ``AS_GOOD`` of that: fewer bytes of
-    activations leave more for weights.
+    activations fit the budget, or more of them if the predicted step is then less than 1 / ``AS_GOOD`` of that, because
+    fewer bytes of activations leave more for weights.
 
 Types of blocks need not be split alike: one whose activations are below those of others anyway has fewer slices.
 """
