@@ -25,19 +25,18 @@ def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collecti
     Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
-    complete, written = set(placeholders), dict[Node, list[Write]]()
+    complete = set(placeholders)
     fake = fake_mode(module)
     for number, phase in enumerate(phases):
         if late := [n.name for n in phase.inputs if n not in complete]:
             _wrong(number, f"reads {late[0]} before all of it is computed")
-        _check_graph(number, phase, placeholders, fake)
-        _check_results(number, phase, fake)
         later = {n for other in phases[number + 1 :] for n in other.inputs} | set(
             module.graph.output_node().all_input_nodes
         )
         for write in phase.writes:
             _check_overwritten(number, phase, write, placeholders, later, owned)
-            written.setdefault(write.value, []).append(write)
+        _check_graph(number, phase, placeholders, fake)
+        _check_results(number, phase, fake)
         for node in phase.outputs:
             if node in complete:
                 _wrong(number, f"computes {node} again")

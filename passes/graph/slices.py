@@ -93,8 +93,9 @@ def phases(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Ph
         try:
             plan = _Plan(repeat, largest, dim)
             plan.find(outputs)
-        except Whole as error:
-            failed = failed or error
+        except (Whole, NoRule) as error:
+            said = str(error) if isinstance(error, Whole) else f"The graph cannot be computed in slices: {error}."
+            failed = failed or Whole(said)
             continue
         return _finished(module, plan.builds(fake_mode(module)), owned)
     raise failed or Whole(f"{largest} has no dimension that can be split.")
@@ -145,10 +146,7 @@ class _Plan:
         self.roots: dict[Node, _Root] = {}
         self.needs: dict[Node, tuple[tuple[int, ...], str]] = {}
         self.streams: set[Node] = set()  # inputs of which the largest output reads slices; empty if they are not known
-        try:
-            self.longest = max(part.count for part in self._ranges(largest, dim))
-        except NoRule as error:
-            raise Whole(f"The graph cannot be computed in slices: {error}.") from None
+        self.longest = max(part.count for part in self._ranges(largest, dim))
         if self.longest % repeat:
             raise Whole(f"{self.longest} tokens cannot be divided into {repeat} slices of one size.")
 
@@ -157,7 +155,11 @@ class _Plan:
         _, walk = self._split(self.largest, self.dim)
         self.streams = {n for n, part in walk.taken if part is not None and n.op == "placeholder"}
         if not self.streams:
-            raise Whole(f"The graph cannot be computed in slices: {self.largest} reads no slice of an input.")
+            reasons = [
+                *(f"{why} ({n})" for n, (_, why) in walk.needs.items()),
+                f"{self.largest} reads no slice of an input",
+            ]
+            raise Whole(f"The graph cannot be computed in slices: {reasons[0]}.")
         self._find(self.largest, (self.dim,), "it is the largest output")
         for node in outputs:
             if node is not self.largest:
