@@ -225,7 +225,8 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
     ``chosen``: the cut with whole blocks.  ``finest``: of which it was made.  ``planned``: see judged.
     """
     wanted, goal = settings.goal.split, goal_of_cut(chosen.traced, settings)
-    if wanted == 1 or (wanted == "auto" and (not goal.activations or goal.memory is None)):
+    budget, plan = goal.activations and goal.memory is not None, settings.plan
+    if wanted == 1 or (wanted == "auto" and not budget and (plan is None or plan.problem == chosen.problem.digest)):
         return chosen
     blocks = _grouped(finest, grouped(finest, None), settings)
 
@@ -235,8 +236,8 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
     if wanted != "auto":
         return form(split_into(blocks, wanted))
     cuts = chain([chosen], map(form, splits(blocks)))
-    if settings.plan is not None:
-        return next((cut for cut in cuts if cut.problem.digest == settings.plan.problem), chosen)
+    if plan is not None:
+        return next((cut for cut in cuts if cut.problem.digest == plan.problem), chosen)
     return best_split(cuts, lambda cut: planned(cut.problem))
 
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.kernel_calls import operands_of
 from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
-from .slices import Slice
+from .slice_graphs import Slice
 
 # Key in the meta of a call of a region: how the region is sliced, if it is repeated.
 SLICING = "chunkflow_slicing"

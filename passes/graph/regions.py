@@ -46,7 +46,7 @@ from .discover import (
 )
 from .keys import structural_key
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
-from .slices import Slice
+from .slice_graphs import Slice
 from .traced import Traced
 
 

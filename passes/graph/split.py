@@ -24,6 +24,7 @@ from chunkflow_compile.passes.problem import Region
 from .discover import collective_kind, is_view, is_wait_tensor, nbytes
 from .keys import structural_key
 from .regions import Cut, CutRegion, Slicing, cost_at, problem_at
+from .slice_check import check_phases
 from .slices import Phase, Whole, phases
 
 _aten = torch.ops.aten
@@ -34,7 +35,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
     """The cut with some of its regions split.  ``repeats``: key of a region -> the number of slices of its tokens.
 
-    Raises Whole if one of them cannot be split into so many.
+    Raises Whole if one of them cannot be split into so many, and FindingError if the slices are wrong.
     """
     cut = cut.whole or cut
     owned = _owned(cut)
@@ -49,6 +50,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
             mine = owned[item.info.index]
             if (item.info.key, mine) not in made:
                 found = phases(item.module, repeat, mine)
+                check_phases(item.module, found, mine)
                 made[item.info.key, mine] = item, tuple(_calls(item.module, found))
             new = [*_regions(cut, item, *made[item.info.key, mine])]
         for region in new:
