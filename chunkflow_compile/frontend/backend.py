@@ -102,6 +102,11 @@ _NO_GOAL = (
     "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
 )
 
+_NOT_BY_AUTO = (
+    "hoist='auto' hoists nothing: a step is not predicted to be shorter, or no product qualifies. If compile() compiled this "
+    "model whole for it, hoist=False compiles it by block type, which takes less time"
+)
+
 _NOT_HOISTED = (
     "hoist=True changes nothing for %s and the blocks of its kind: products of small inputs alone, such as the timestep, "
     "read none of their weights"
@@ -292,6 +297,8 @@ class _Compiler:
         if hoisting is None:
             if self.settings.goal.hoist is True and traced.repeats is not None:
                 _log.warning(_NOT_HOISTED, next(block_of(p.name) for p in traced.parameters if p.keep is None))
+            if self.settings.goal.hoist == "auto" and not self.settings.part:
+                _log.warning(_NOT_BY_AUTO)
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         main = replace(hoisting.main, goal=unhoisted.goal)

@@ -127,7 +127,11 @@ def test_values_are_read_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_of_misses_starts_cold_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preambles of all blocks run before the first block, in whose cycle no other program then runs."""
+    """The preambles of all blocks run before the first block, in whose cycle no other program then runs.
+
+    They overwrite what the cycle has prefetched, so the first block starts cold.  The step in which the calls become a cycle
+    starts cold twice: its first call does, which has none before it that prefetched for it, and then the first block.
+    """
     cold, count = Counter[str](), CallSite.count
 
     def counted(call: CallSite, cost: Cost) -> None:
@@ -141,7 +145,6 @@ def test_a_step_of_misses_starts_cold_at_most_once(monkeypatch: pytest.MonkeyPat
         cold.clear()
         steps.run(step, step)
         assert cold["preamble"] == BLOCKS
-        # in the third step, the cycle that the calls are now starts cold itself
         assert cold["cold main"] == (0, 0, 2, 1, 1)[step], step
     cold.clear()
     steps.run(0, 9)
