@@ -296,7 +296,7 @@ def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
     if given is None and not structures:
         return None
     for groups in (*candidates(finest), apart(finest)):
-        problem = merged(finest.problem, groups)
+        problem = merged(finest, groups)
         if (given is not None and problem.digest == given.problem) or problem.structure in structures:
             return groups
     return None if given is None else apart(finest)

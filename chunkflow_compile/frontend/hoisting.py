@@ -59,7 +59,7 @@ _NOT_BY_AUTO = (
 
 
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
-    """Warn if hoist=True has no effect on a part of a model, or hoist="auto" on a whole one.  With True, that raises an error.
+    """Warn if hoist=True has no effect on a part of a model, or hoist="auto" on a whole one, where True raises an error.
 
     ``by_kind``: whether the model is compiled by kind: then the small parts beside its blocks are not worth a warning.
     """

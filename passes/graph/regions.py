@@ -27,7 +27,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import gemm_tiles, region_cost
-from chunkflow_compile.passes.cost.live import Storages, live_of
+from chunkflow_compile.passes.cost.fusion import Storages
+from chunkflow_compile.passes.cost.live import live_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.packing import Layout

@@ -1,8 +1,9 @@
-"""The pass that splits blocks into slices of their tokens: what its regions compute, what they overwrite, and what is proved."""
+"""The pass that splits blocks into slices of their tokens: what its regions compute and overwrite, and what is proved."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -88,15 +89,9 @@ class TestListing(TestCase):
         """K and V of all tokens come first; then the rest of a block, in place where nothing else reads the stream."""
         _, found = blocks()
         program = program_of(split_into(found, 4))
-        lines = [line for line in str(program).splitlines() if "lowered" in line]
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-region_0 = lowered_0[4](blocks_0_k_bias, arg0_1[:, i * 16:][:, :16], blocks_0_k_weight, blocks_0_v_bias, blocks_0_v_weight, out=(new[i * 16:][:16], new[i * 16:][:16],))
-region_1 = lowered_1[4](arg0_1[:, i * 16:][:, :16], blocks_0_out_bias, blocks_0_q_bias, blocks_0_q_weight, addmm_1, addmm_2, blocks_0_out_weight, blocks_0_down_bias, blocks_0_up_bias, blocks_0_up_weight, blocks_0_down_weight, out=(new[:, i * 16:][:, :16],))
-region_2 = lowered_0[4](blocks_1_k_bias, add_1[:, i * 16:][:, :16], blocks_1_k_weight, blocks_1_v_bias, blocks_1_v_weight, out=(new[i * 16:][:16], new[i * 16:][:16],))
-region_3 = lowered_2[4](add_1[:, i * 16:][:, :16], blocks_1_out_bias, blocks_1_q_bias, blocks_1_q_weight, addmm_7, addmm_8, blocks_1_out_weight, blocks_1_down_bias, blocks_1_up_bias, blocks_1_up_weight, blocks_1_down_weight, out=(add_1[:, i * 16:][:, :16],))""",
-        )
+        text = re.sub(r", blocks_\d_\w+|blocks_\d_\w+, ", "", str(program))  # without weights
+        lines = [line for line in text.splitlines() if "lowered" in line]
+        self.assertExpectedInline("\n".join(lines), """""")
 
 
 def program_of(found: Cut) -> Program:
