@@ -163,7 +163,7 @@ class Options:
     the device, in at most a sixteenth of memory."""
 
     disable: Sequence[str] = ()
-    """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
+    """Passes to leave out, to see whether one is to blame: "rotary", "views", "sharing", "verify", "cycle"."""
 
     pin_memory: Size | None = None
     """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,

@@ -89,7 +89,8 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The cut of the same graph at other sizes: costs are other ones."""
+        """The cut of the same graph at other sizes: costs are other ones.  The graph is still that of this cut."""
+        traced = replace(traced, graph=self.traced.graph)
         costs = {key: cost_at(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
         infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
