@@ -110,10 +110,7 @@ def _counts(model: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", ["minimax-h3", pytest.param("hunyuanvideo-1.5", marks=pytest.mark.long)])
 def test_what_changes_between_calls(name: str) -> None:
-    """A prompt, a weight, the plan, the size of the output, and the number of samples, two of which guidance makes.
-
-    In HunyuanVideo-1.5, blocks that have been compiled for one sample are not hoisted for two.
-    """
+    """A prompt, a weight, the plan, the size of the output, and the number of samples, two of which guidance makes."""
     arms = Arms(name)
     assert arms.generation(0)[0] == SIZE.layers + STEPS - 1
     hoisted = arms.hoisted
@@ -125,11 +122,10 @@ def test_what_changes_between_calls(name: str) -> None:
     arms.both(lambda model: replan(model, slowdown=1000.0))
     misses, saved = arms.generation(5)
     assert misses == 0 and saved[-1] == hoisted
-    if name == "minimax-h3":  # all samples share its timesteps
-        guided = replace(SIZE, batch=2)
-        arms.generation(6, guided)
-        misses, saved = arms.generation(7, guided)
-        assert misses == 0 and saved[-1] == hoisted
+    guided = replace(SIZE, batch=2)
+    arms.generation(6, guided)
+    misses, saved = arms.generation(7, guided)
+    assert misses == 0 and saved[-1] == hoisted
 
 
 def test_packed_weights_are_hoisted() -> None:
