@@ -154,11 +154,11 @@ def problem_of(calls: Sequence[Call]) -> Problem:
             collectives.append(replace(c, name=name, before=start + c.before, until=start + c.until))
         for weight in problem.weights:
             uses = tuple(start + use for use in weight.uses)
-            joined = weights.get(weight.name)
-            if joined is None:
+            known = weights.get(weight.name)
+            if known is None:
                 weights[weight.name] = replace(weight, index=len(weights), uses=uses)
             else:
-                weights[weight.name] = replace(joined, uses=joined.uses + uses, keep=joined.keep or weight.keep)
+                weights[weight.name] = replace(known, uses=known.uses + uses, keep=known.keep or weight.keep)
     return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()), ranks=ranks)
 
 
@@ -168,7 +168,7 @@ def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
 
 
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
-    """The programs of ``calls`` under a plan of their joined problem."""
+    """The programs of ``calls`` under a plan of the problem of all of them."""
     problem = problem_of(calls)
     plan.check_problem(problem, ends_of(calls))
     cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))
