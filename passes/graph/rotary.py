@@ -102,21 +102,22 @@ def _replace(graph: Graph, product: Node) -> None:
 def _pairs(call: Callable[..., Node], operand: Any) -> Node:
     """A complex tensor as pairs of real numbers."""
     if operand.target is _aten.view_as_complex.default:
-        (pairs,) = operand.all_input_nodes
-        return pairs
+        return operand.all_input_nodes[0]  # type: ignore[no-any-return]
     return call(_aten.view_as_real.default, operand)
 
 
 def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
     """A function that adds a call of an op, in the block of ``product``."""
     mode = product.meta["val"].fake_mode
-    place = {key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta}
+    place: dict[str, Any] = {
+        key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta
+    }
 
     def call(op: Any, *args: Any) -> Node:
         node = graph.call_function(op, args)
         with mode:
             value = op(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
-        node.meta = {**place, "val": value}
+        node.meta.update(place, val=value)
         return node
 
     return call

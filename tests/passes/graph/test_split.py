@@ -91,11 +91,14 @@ class TestListing(TestCase):
         program = program_of(split_into(found, 4))
         text = re.sub(r", blocks_\d_\w+|blocks_\d_\w+, ", "", str(program))  # without weights
         lines = [line for line in text.splitlines() if "lowered" in line]
-        self.assertExpectedInline("\n".join(lines), """\
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
 region_0 = lowered_0[4](arg0_1[:, i * 16 : 16 + i * 16], out=(new[i * 16 : 16 + i * 16], new[i * 16 : 16 + i * 16],))
 region_1 = lowered_1[4](arg0_1[:, i * 16 : 16 + i * 16], addmm_1, addmm_2, out=(new[:, i * 16 : 16 + i * 16],))
 region_2 = lowered_0[4](add_1[:, i * 16 : 16 + i * 16], out=(new[i * 16 : 16 + i * 16], new[i * 16 : 16 + i * 16],))
-region_3 = lowered_2[4](add_1[:, i * 16 : 16 + i * 16], addmm_7, addmm_8, out=(add_1[:, i * 16 : 16 + i * 16],))""")
+region_3 = lowered_2[4](add_1[:, i * 16 : 16 + i * 16], addmm_7, addmm_8, out=(add_1[:, i * 16 : 16 + i * 16],))""",
+        )
 
 
 def program_of(found: Cut) -> Program:
