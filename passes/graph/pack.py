@@ -65,7 +65,7 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
     sequence = tuple(regions[item.info.name] if isinstance(item, CutRegion) else item for item in cut.sequence)
     ordered: Sequence[Region] = [regions[region.info.name].info for region in cut.regions]
     problem = problem_at(traced, discovery, ordered, sequence)
-    return Cut(traced, discovery, tuple(regions[r.name] for r in ordered), sequence, problem, cut)
+    return Cut(traced, discovery, tuple(regions[r.name] for r in ordered), sequence, problem, cut.storages, cut)
 
 
 def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -64,8 +64,8 @@ class CutRegion:
 class Cut:
     """What was cut, its regions and its top-level nodes.
 
-    ``sequence``: the regions, collectives and completions, in program order.  ``raw``: the same with no weight packed, if one
-    is.
+    ``sequence``: the regions, collectives and completions, in program order.  ``storages``: the memory of the graph's values.
+    ``raw``: the same with no weight packed, if one is.
     """
 
     traced: Traced
@@ -73,6 +73,7 @@ class Cut:
     regions: tuple[CutRegion, ...]
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
+    storages: Storages = field(compare=False, repr=False)
     raw: Cut | None = None
 
     @property
@@ -93,14 +94,15 @@ class Cut:
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs and bytes of activations are other ones."""
         costs = {key: cost_at(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
-        infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
+        storages = storages_at(traced, self.discovery)
+        peaks = live_of(storages, self.sequence).peaks
+        infos = [
+            replace(region.info, cost=costs[region.info.key], live=peak)
+            for region, peak in zip(self.regions, peaks, strict=True)
+        ]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
-        return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
-
-    @cached_property
-    def storages(self) -> Storages:
-        """The memory of the graph's values."""
-        return storages_at(self.traced, self.discovery)
+        raw = None if raw is None else raw.at(traced)
+        return replace(self, traced=traced, problem=problem, storages=storages, raw=raw)
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
@@ -164,8 +166,15 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
+    storages = storages_at(traced, discovery)
+    peaks = iter(live_of(storages, sequence).peaks)
+    sequence = [
+        replace(item, info=replace(item.info, live=next(peaks))) if isinstance(item, CutRegion) else item
+        for item in sequence
+    ]
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
     problem = problem_at(traced, discovery, [r.info for r in regions], sequence)
-    return Cut(traced, discovery, tuple(regions), tuple(sequence), problem)
+    return Cut(traced, discovery, tuple(regions), tuple(sequence), problem, storages)
 
 
 class _Segments:
@@ -390,7 +399,6 @@ def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
-    live = live_of(storages_at(traced, discovery), sequence)
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
@@ -433,8 +441,5 @@ def problem_at(
         for node, at in started
     ]
     return Problem(
-        regions=tuple(replace(r, live=peak) for r, peak in zip(regions, live.peaks, strict=True)),
-        collectives=tuple(collectives),
-        weights=tuple(weights),
-        ranks=traced.together,
+        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
     )
