@@ -20,7 +20,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from chunkflow_compile.passes.graph.regions import Cut
 
@@ -104,7 +104,8 @@ class _Alive(TorchDispatchMode):
         self.now -= self.counted.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(_on_meta, (args, kwargs or {}))
+        outputs = func(*args, **kwargs)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor)
@@ -144,6 +145,13 @@ def peaks_of(cut: Cut, wrappers: dict[str, Call]) -> list[int]:
 
 def _read(item: Any) -> tuple[Node, ...]:
     return tuple(item.all_input_nodes) if isinstance(item, Node) else item.inputs
+
+
+def _on_meta(value: Any) -> Any:
+    """Constants, and the device of an op that takes one, as the other operands."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return _without_data(value)
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _without_data(value: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -278,16 +278,15 @@ def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
     """In an order in which they can run, near the one given."""
     after = _after(kernels)
     missing = dict.fromkeys(kernels, 0)
-    for following in after.values():
-        for kernel in following:
-            missing[kernel] += 1
+    for kernel in chain.from_iterable(after.values()):
+        missing[kernel] += 1
     order, left = list[_Kernel](), list(kernels)
     while left:
         kernel = next(k for k in left if not missing[k])
         left.remove(kernel)
         order.append(kernel)
-        for following in after[kernel]:
-            missing[following] -= 1
+        for reader in after[kernel]:
+            missing[reader] -= 1
     return order
 
 
@@ -295,9 +294,8 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
     """Next, of the kernels that can run, one with which the fewest bytes are alive."""
     after, unread, alive = _after(kernels), _by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
-    for following in after.values():
-        for kernel in following:
-            missing[kernel] += 1
+    for kernel in chain.from_iterable(after.values()):
+        missing[kernel] += 1
     now, most, order, left = 0, 0, list[_Kernel](), list(kernels)
     while left:
         sizes = dict[_Kernel, tuple[int, int]]()
@@ -313,8 +311,8 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
         alive |= kernel.writes
         for base in kernel.reads:
             unread[base].discard(kernel)
-        for following in after[kernel]:
-            missing[following] -= 1
+        for reader in after[kernel]:
+            missing[reader] -= 1
     return order
 
 

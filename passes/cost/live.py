@@ -164,5 +164,5 @@ def _peak(storages: Storages, part: Part, before: int, dying: Collection[Node]) 
     return most
 
 
-def _read(item: Part | Node) -> Iterable[Node]:
+def _read(item: Part | Regional | Node) -> Iterable[Node]:
     return item.all_input_nodes if isinstance(item, Node) else item.inputs

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -86,9 +86,9 @@ class CutRegion:
 class Cut:
     """What was cut, its regions and its top-level nodes.
 
-    ``sequence``: the regions, collectives and completions, in program order.  ``raw``: the same with no weight packed, if one
-    is.  ``recomputed``: nodes that each region repeats, views of weights aside.  ``whole``: the same with no region split, if
-    one is.
+    ``sequence``: the regions, collectives and completions, in program order.  ``storages``: the memory of the graph's values.
+    ``raw``: the same with no weight packed, if one is.  ``recomputed``: nodes that each region repeats, views of weights
+    aside.  ``whole``: the same with no region split, if one is.
     """
 
     traced: Traced
@@ -96,6 +96,7 @@ class Cut:
     regions: tuple[CutRegion, ...]
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
+    storages: Storages = field(compare=False, repr=False)
     raw: Cut | None = None
     recomputed: frozenset[Node] = frozenset()
     whole: Cut | None = None
@@ -121,14 +122,15 @@ class Cut:
         traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
         costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
-        infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
+        storages = storages_at(traced, self.discovery, self.sequence)
+        peaks = live_of(storages, self.sequence).peaks
+        infos = [
+            replace(region.info, cost=costs[region.info.key], live=peak)
+            for region, peak in zip(self.regions, peaks, strict=True)
+        ]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
-        return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
-
-    @cached_property
-    def storages(self) -> Storages:
-        """The memory of the graph's values."""
-        return storages_at(self.traced, self.discovery)
+        raw = None if raw is None else raw.at(traced)
+        return replace(self, traced=traced, problem=problem, storages=storages, raw=raw)
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
@@ -194,8 +196,19 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
+    storages = storages_at(traced, discovery)
+    sequence = with_peaks(sequence, storages)
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
     problem = problem_at(traced, discovery, [r.info for r in regions], sequence)
-    return Cut(traced, discovery, tuple(regions), tuple(sequence), problem, recomputed=frozenset(segments.recomputed))
+    return Cut(
+        traced,
+        discovery,
+        tuple(regions),
+        tuple(sequence),
+        problem,
+        storages,
+        recomputed=frozenset(segments.recomputed),
+    )
 
 
 class _Segments:
@@ -426,9 +439,19 @@ def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None)
     return replace(cost.repeated(slicing.repeat), tiles=tiles)
 
 
-def storages_at(traced: Traced, discovery: Discovery, more: Iterable[Node] = ()) -> Storages:
-    """The memory of the values of a traced graph, at its sizes.  ``more``: values of a cut of it."""
-    nodes = dict.fromkeys((*traced.graph.graph.nodes, *more))
+def with_peaks(sequence: Sequence[CutRegion | Node], storages: Storages) -> list[CutRegion | Node]:
+    """The sequence of a cut, with the most bytes of activations that are alive while each region runs."""
+    peaks = iter(live_of(storages, sequence).peaks)
+    return [
+        replace(item, info=replace(item.info, live=next(peaks))) if isinstance(item, CutRegion) else item
+        for item in sequence
+    ]
+
+
+def storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node] = ()) -> Storages:
+    """The memory of the values of a traced graph, at its sizes.  ``sequence``: of a cut, if it has values of its own."""
+    outputs = (node for item in sequence if isinstance(item, CutRegion) for node in item.outputs)
+    nodes = dict.fromkeys((*traced.graph.graph.nodes, *outputs))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
     return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
 
@@ -443,8 +466,6 @@ def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
-    made = [node for item in sequence if isinstance(item, CutRegion) for node in item.outputs]
-    live = live_of(storages_at(traced, discovery, made), sequence)
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
@@ -487,8 +508,5 @@ def problem_at(
         for node, at in started
     ]
     return Problem(
-        regions=tuple(replace(r, live=peak) for r, peak in zip(regions, live.peaks, strict=True)),
-        collectives=tuple(collectives),
-        weights=tuple(weights),
-        ranks=traced.together,
+        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
     )

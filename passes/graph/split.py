@@ -23,7 +23,7 @@ from chunkflow_compile.passes.problem import Region
 
 from .discover import collective_kind, is_view, is_wait_tensor, nbytes
 from .keys import structural_key
-from .regions import Cut, CutRegion, Slicing, cost_at, problem_at
+from .regions import Cut, CutRegion, Slicing, cost_at, problem_at, storages_at, with_peaks
 from .slice_check import check_phases
 from .slices import Phase, Whole, phases
 
@@ -57,8 +57,11 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
             info = replace(region.info, index=len(regions), name=f"region_{len(regions)}")
             regions.append(replace(region, info=info))
             sequence.append(regions[-1])
+    storages = storages_at(cut.traced, cut.discovery, sequence)
+    sequence = with_peaks(sequence, storages)
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
     problem = problem_at(cut.traced, cut.discovery, [r.info for r in regions], sequence)
-    return replace(cut, regions=tuple(regions), sequence=tuple(sequence), problem=problem, raw=None, whole=cut)
+    return Cut(cut.traced, cut.discovery, tuple(regions), tuple(sequence), problem, storages, None, cut.recomputed, cut)
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
