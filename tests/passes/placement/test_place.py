@@ -81,7 +81,7 @@ def test_a_goal_is_kept(found: Problem, machine: Hardware, room: float, slowdown
         return
     least = floor(found, machine)
     assert planned(found, machine, memory=least).device_bytes == least
-    with pytest.raises(ChunkflowError, match=f"Give memory='{enough(least)}' "):
+    with pytest.raises(ChunkflowError, match=f"Give weight_memory='{enough(least)}' "):
         planned(found, machine, memory=least - 1)
     memory = least + int(room * found.total_bytes)
     plan = planned(found, machine, memory=memory)
@@ -245,7 +245,7 @@ def test_a_budget_of_the_whole_model_keeps_the_whole_model() -> None:
     plan = planned(found, memory=1000)
     assert plan.device_bytes == 1000 and not plan.streamed
     assert planned(found, slowdown=9.0).device_bytes <= 1000
-    with pytest.raises(ChunkflowError, match="Give memory='1000B' "):
+    with pytest.raises(ChunkflowError, match="Give weight_memory='1000B' "):
         planned(found, memory=999)
 
 
@@ -328,7 +328,7 @@ def test_both_goals_and_impossible_ones_are_refused() -> None:
         planned(found, policy="layerwise", slowdown=1.5)
     # two slots of 256 bytes, one after the other in the same place: more than both weights, which have odd sizes
     odd = problem([5, 5], [weight(0, 100, (0,)), weight(1, 100, (1,))])
-    with pytest.raises(ChunkflowError, match="memory=200 B is too little: the program needs 256 B"):
+    with pytest.raises(ChunkflowError, match="weight_memory=200 B is too little: the program needs 256 B"):
         planned(odd, memory=200, inside=True)
     assert planned(odd, memory=256, inside=True).device_bytes == 256
 
