@@ -40,7 +40,7 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
     (first,) = programs(model)
     goals: list[tuple[dict[str, Any], str]] = [
         ({"policy": "resident"}, "resident"),
-        ({"weight_memory": 60000}, "chunkflow"),
+        ({"memory": 60000}, "chunkflow"),
         ({"weight_memory": "50 KB", "as_measured": True}, "chunkflow"),
         ({"policy": "layerwise"}, "layerwise"),
         ({"as_measured": True}, "layerwise"),
@@ -53,7 +53,9 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
         (session,) = programs(model)
         assert session.code.regions is first.code.regions, "nothing was lowered again"
         assert session.plan.policy == policy
-        assert session.plan.device_bytes <= {60000: 60000, "50 KB": 50000}.get(goal.get("weight_memory", ""), 10**9)
+        assert session.plan.device_bytes <= (50000 if "weight_memory" in goal else 10**9)
+        if "memory" in goal:
+            assert 0 < session.program.problem.live_bytes <= 60000 - session.plan.device_bytes
         measured |= goal.get("as_measured", False)  # and later plans keep it
         assert ("as measured" in session.plan.hardware) == measured
         assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
@@ -82,6 +84,7 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
     for goal, said in (
         ({"weight_memory": "100B"}, "weight_memory=100 B is too little"),
         ({"weight_memory": 100, "slowdown": 2.0}, "Give weight_memory or slowdown, not both"),
+        ({"memory": "1MiB", "weight_memory": "1MiB"}, "Give memory, for weights and activations, or weight_memory, "),
         ({"policy": "layerwise-prefix"}, "layerwise-prefix keeps what fits a budget: give weight_memory="),
         ({"policy": "eager"}, "policy='eager' is unknown"),
     ):

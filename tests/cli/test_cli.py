@@ -32,6 +32,7 @@ from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord
+from chunkflow_compile.units import parse_bytes, size
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.progress import Progress
@@ -173,6 +174,27 @@ def test_plan_prints_tables_and_writes_the_same_plan_in_every_process(
     assert (done.returncode, done.stdout.replace(str(again), str(out))) == (0, shown), done.stderr
     assert again.read_bytes() == out.read_bytes()
     assert all(re.match(r" *\d+ s  ", line) for line in done.stderr.splitlines()), "nothing but progress"
+
+
+def test_memory_counts_activations_and_weight_memory_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = f"{HERE / 'two_blocks.py'}:long_names", tmp_path / "plan.json"
+    sizes = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096")
+
+    def run(command: str, *arguments: str) -> str:
+        assert main([command, model, *sizes, *arguments]) == 0
+        return capsys.readouterr().out
+
+    run("plan", "--json", str(out))
+    weights = sum(weight.nbytes for weight in Plan.from_json(out.read_text()).weights)
+    alone, both = (run("plan", option, f"{weights}B") for option in ("--weight-memory", "--memory"))
+    assert f"within {size(weights)} of weights\n" in alone and f"{size(weights)} of weights and activations\n" in both
+    found = dict(re.findall(r"(?m)^(weights on|activations|in total on).* ([\d.]+ [KM]?i?B)(?: of .*)?$", both))
+    assert 0 < parse_bytes(found["activations"], "") < parse_bytes(found["in total on"], "") <= weights + 52  # rounded
+    full = "all of them do not fit"
+    assert full in run("simulate", "--memory", f"{weights}B").replace("\n", " ")
+    assert full not in run("simulate", "--weight-memory", f"{weights}B").replace("\n", " ")
 
 
 def test_a_plan_made_without_weights_runs_on_the_model(

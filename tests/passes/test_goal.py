@@ -22,13 +22,23 @@ def test_the_options_make_one_goal() -> None:
     assert Options().goal == DEFAULT_GOAL and Goal(slowdown=1.3).longest == 1.3 and DEFAULT_GOAL.longest == 1.02
 
 
+def test_a_budget_is_for_weights_and_activations_or_for_weights_alone() -> None:
+    both, alone = Options(memory="8GiB").goal, Options(weight_memory="8GiB").goal
+    assert (both.memory, both.option, both.counted(5)) == (8 << 30, "memory", 5)
+    assert (alone.memory, alone.option, alone.counted(5)) == (8 << 30, "weight_memory", 0)
+    assert alone == Goal(memory=8 << 30) and alone.aimed_at(both) == both == replace(alone, activations=True)
+    with pytest.raises(
+        ChunkflowError, match="Give memory, for weights and activations, or weight_memory, for weights "
+    ):
+        Options(memory="8GiB", weight_memory="4GiB")
+    with pytest.raises(ChunkflowError, match=r"^weight_memory='much' is not a size"):
+        Options(weight_memory="much")
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"memory": 100, "slowdown": 2.0},
-            r"Give (weight_)?memory or slowdown, not both",
-        ),  # and not that 100 has no unit
+        ({"memory": 100, "slowdown": 2.0}, r"memory or slowdown, not both"),  # and not that 100 has no unit
         ({"slowdown": 0.5}, "slowdown=0.5 is below 1"),
         (
             {"policy": "resident", "yields": "hard"},

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.units import enough
+from chunkflow_compile.units import enough, size
 
 
 def planned(found: Problem, machine: Hardware = MACHINE, **goal: object) -> Plan:
@@ -87,6 +87,24 @@ def test_a_goal_is_kept(found: Problem, machine: Hardware, room: float, slowdown
     plan = planned(found, machine, memory=memory)
     assert plan.device_bytes <= memory
     assert plan.predicted is not None and plan.predicted.peak_bytes <= plan.device_bytes
+
+
+def test_memory_counts_activations_and_weight_memory_does_not() -> None:
+    found, held = blocks_problem(4), (CHUNK, 3 * CHUNK + 5)
+    regions = (replace(region, live=held[k % 2]) for k, region in enumerate(found.regions))
+    found, live = replace(found, regions=tuple(regions)), max(held)
+    least = floor(found)
+    tight = least + CHUNK
+    both = planned(found, memory=tight + live, activations=True)
+    assert both == planned(found, memory=tight) != planned(found, memory=tight + live)
+    assert both.device_bytes + live <= tight + live
+    assert planned(found, memory=least + live, activations=True).device_bytes == least
+    said = rf"{re.escape(size(live))} of them for activations, .*Give memory='{enough(least + live)}' or more"
+    with pytest.raises(ChunkflowError, match=f"^memory=.* is too little: .*{said}"):
+        planned(found, memory=least + live - 1, activations=True)
+    with pytest.raises(ChunkflowError, match=r"^memory=.* is below the .* that policy resident takes"):
+        planned(found, policy="resident", memory=found.total_bytes + live - 1, activations=True)
+    assert not planned(found, policy="resident", memory=found.total_bytes + live, activations=True).streamed
 
 
 @pytest.mark.parametrize("compute", [10.0, 18.0, 25.0, 40.0, 80.0])
