@@ -139,9 +139,10 @@ def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | No
 
 
 def _taken(target: Target, policy: Policy | OnlyPredicted, arm: ArmRecord) -> int:
-    """The bytes under a policy that count against the budget: weights, and activations if the goal has them."""
+    """The bytes under a policy that count against the budget, as in place: activations if the goal has them."""
     problem = target.raw if _is_raw(target, policy) else target.problem
-    return (arm.weights_device_bytes or 0) + target.settings.goal.counted(problem.live_bytes)
+    live = target.settings.goal.counted(problem.live_bytes)
+    return (arm.weights_device_bytes or 0) + problem.unpacked_bytes + live
 
 
 def _policy_columns(
