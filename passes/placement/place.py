@@ -308,7 +308,7 @@ class Builder:
             for r in runs(windows[w.name])
             if r.window is None
         )
-        outside = self._outside(streamed)
+        outside = self._outside(streamed) - self.planner.goal.counted(self.problem.live_bytes)
         return Prediction(
             step_s=round(timeline.step_s, 9),
             resident_step_s=round(self.planner.resident.step_s, 9),
