@@ -256,3 +256,11 @@ def _share(part: int | None, whole: int | None) -> str:
     if part is None or not whole:
         return "-"
     return f"{size(part)} ({100 * part / whole:.1f} %)"
+
+
+def tiling_sentence(name: str) -> str:
+    """Where the activations of a VAE determine the peak of a generation.  ``name``: of the VAE in its pipeline."""
+    return (
+        f"The activations of {name} determine the peak of GPU memory: pipe.{name}.enable_tiling() decodes in tiles and takes "
+        "less."
+    )
