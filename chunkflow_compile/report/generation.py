@@ -111,7 +111,7 @@ def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> 
     ours = ("chunkflow", "calls", "weights on the GPU", "activations", "together", "per call")
     said = f"\n\nfits: compared with {limits}" if limits.nbytes else ""
     sentences = [f"{p.name}: {note}" for p in generations["chunkflow"] for note in p.notes]
-    if (worst := _peak(generations["chunkflow"])).tileable:
+    if (worst := max(generations["chunkflow"], key=lambda p: p.activations)).tileable:
         sentences.append(tiling_sentence(worst.name))
     notes = "".join(f"\n\n{prose(text)}" for text in sentences)
     return f"{fitted(ways, head + ['fits'] * bool(limits.nbytes))}{said}\n\n{fitted(mine, ours)}{notes}"

@@ -259,8 +259,8 @@ def _share(part: int | None, whole: int | None) -> str:
 
 
 def tiling_sentence(name: str) -> str:
-    """Where the activations of a VAE determine the peak of a generation.  ``name``: of the VAE in its pipeline."""
+    """Where a VAE takes the most activations of a pipeline.  ``name``: of the VAE in it."""
     return (
-        f"The activations of {name} determine the peak of GPU memory: pipe.{name}.enable_tiling() decodes in tiles and takes "
-        "less."
+        f"The activations of {name} determine the minimum of GPU memory: pipe.{name}.enable_tiling() decodes in tiles, which "
+        "takes less."
     )

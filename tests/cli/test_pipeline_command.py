@@ -124,7 +124,7 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert component.cut is not None
     whole = whole_blocks(component.cut, Settings(hardware=load_profile("rtx-4090-pcie"))).problem
     assert phases["plain"]["transformer"]["activations"] == whole.live_bytes > 0
-    assert "determine the peak of GPU memory: pipe.vae.enable_tiling()" in " ".join(out.split())
+    assert "determine the minimum of GPU memory: pipe.vae.enable_tiling()" in " ".join(out.split())
     total = phases["plain"]["vae"]["weights"]
     assert all(p["weights"] == total for p in phases["plain"].values())
     assert sum(p["weights"] for p in phases[MODEL_OFFLOAD].values()) == total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,8 @@ def test_predictions_are_for_a_machine_that_was_measured(known: bool) -> None:
         step(model, twin)
         if calls in (2, 6):  # of a part, and of a cycle
             found, text = explained(model)
+            text, counted = re.subn(r"activations: \S+ KiB predicted ", "", text)  # depends on no machine
+            assert counted == 1
             assert ("predicted" in text) == ("planned)" in text) == ("ratio" in text) == known, text
             assert ("Predictions are not shown: the profile 'cpu' was not made for this machine" in text) != known
     assert found.windows and found.figures[0].predicted, "the figures have them"
@@ -246,3 +249,15 @@ def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
         (True, (phase(), phase(activations=3))),
     ):  # nothing counts them on a CPU
         assert ("activations" in PipelineFigures(phases, 100)._details()) == counted
+
+
+def test_a_vae_that_determines_the_peak_can_decode_in_tiles() -> None:
+    """It is said where it has the most activations, and does not decode in tiles."""
+    transformer = phase(name="transformer", activations=5)
+    for vae, said in (
+        (phase(activations=9, tileable=True), True),
+        (phase(activations=9), False),
+        (phase(activations=3, tileable=True), False),
+        (phase(tileable=True), False),
+    ):
+        assert ("pipe.vae.enable_tiling()" in PipelineFigures((transformer, vae), 100)._details()) == said
