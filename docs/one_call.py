@@ -20,7 +20,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
-from chunkflow_compile.passes.program.rewrite import ops_of
 from chunkflow_compile.passes.program.verify import verify
 from chunkflow_compile.passes.step import Run, Start, Step
 
@@ -102,7 +101,7 @@ def shown() -> str:
         line(plan.predicted, 1),
         line(plan.predicted.spans[1], 2),
         "Step, the ops of this region:",
-        *(f"  {op!r}" for op in _ops_of_region(ops_of(solo.program))),
+        *(f"  {op!r}" for op in _ops_of_region(solo.program.ops)),
         "Program, the lines of this region:",
         *(f"  {text}" for text in _of_region(str(solo.program))),
         line(verify(solo.program)),

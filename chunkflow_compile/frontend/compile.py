@@ -145,7 +145,10 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     if options.get("cudagraphs") in _WHOLE:
         return "is to be one CUDA graph"
     hoist = options.get("hoist")
-    return "has hoisted weights" if hoist and (not isinstance(hoist, bool | str) or not _hoists_by_kind(model)) else ""
+    if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
+        return ""
+    # Whether hoisting pays is known once the whole model is traced, which is most of the time that compiling it takes.
+    return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
 def _hoists_by_kind(model: nn.Module) -> bool:

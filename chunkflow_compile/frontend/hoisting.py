@@ -52,11 +52,19 @@ def preamble_of(
     return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
 
 
+_NOT_BY_AUTO = (
+    "hoist='auto' hoists nothing: a step is not predicted to be shorter, or no product qualifies. If compile() compiled this "
+    "model whole for it, hoist=False compiles it by block type, which takes less time"
+)
+
+
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
-    """Warn if hoist=True has no effect on a part of a model.  A whole model raises an error instead.
+    """Warn if hoist=True has no effect on a part of a model, or hoist="auto" on a whole one, where True raises an error.
 
     ``by_kind``: whether the model is compiled by kind: then the small parts beside its blocks are not worth a warning.
     """
+    if settings.goal.hoist == "auto" and not settings.part:
+        _log.warning(_NOT_BY_AUTO)
     if settings.goal.hoist is not True or settings.goal.policy != "chunkflow" or not settings.part:
         return
     name = next((p.name for p in traced.parameters if p.keep is None), "")

@@ -275,14 +275,19 @@ def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection
     """The inputs of a Dynamo graph, in which the sizes of slow inputs are numbers: rows are computed at the size of a call.
 
     torch then compiles the graph again for another batch.  The size of the image stays a symbol.  ``slow``: positions of the
-    slow inputs that the user named; None for those with one value per sample, such as the timestep.
+    slow inputs that the user named; None for those with one value per sample, such as the timestep, or with one vector per
+    sample, which is what blocks are given of the timestep.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     fakes = [node.meta.get("example_value") for node in nodes]
+    batches = {str(fake.shape[0]) for fake in fakes if isinstance(fake, torch.Tensor) and fake.dim() > 2}
     for index, fake in enumerate(fakes):
-        of_sample = isinstance(fake, torch.Tensor) and fake.dim() == 1 and fake.is_floating_point()
-        if isinstance(fake, torch.Tensor) and (of_sample if slow is None else index in slow):
-            for size in fake.shape:
+        if not isinstance(fake, torch.Tensor):
+            continue
+        values = fake.is_floating_point() and fake.dim() == 1
+        vectors = fake.is_floating_point() and fake.dim() == 2 and str(fake.shape[0]) in batches
+        if (values or vectors) if slow is None else index in slow:
+            for size in fake.shape[:1] if vectors and slow is None else fake.shape:
                 int(size)  # adds the guard
     fixed = [*inputs]
     for index, (node, fake) in enumerate(zip(nodes, fakes, strict=True)):

@@ -60,7 +60,7 @@ class SingleCall(BoundCycle):
         self._weights = [weakref.ref(life, died) for buffer in call.buffers.values() if (life := buffer.life)]
 
     def start(self) -> None:
-        """Join the arena and its order, and bind to the memory.  The caller holds the arena's lock.
+        """Enter the arena and its order, and bind to the memory.  The caller holds the arena's lock.
 
         Raises ChunkflowError, and leaves the arena, if it has no room, or if the program is not safe with another in it.
         """

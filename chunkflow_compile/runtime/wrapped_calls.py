@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Slicing
-from chunkflow_compile.passes.graph.slices import Slice
+from chunkflow_compile.passes.graph.slice_graphs import Slice
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 

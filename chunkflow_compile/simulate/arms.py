@@ -8,14 +8,14 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.forms import joined
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
-from chunkflow_compile.passes.program.rewrite import Program, ops_of
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.report.record import ArmRecord
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
     """Simulate a program node by node, independently of what its plan predicts."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
-    step = ops_of(program)
+    step = program.ops
     return simulator.play(joined(step) if program.plan.joins else step)
 
 

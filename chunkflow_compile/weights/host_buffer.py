@@ -121,7 +121,7 @@ class HostBuffer:
         self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
         self._pins = Pins()
 
-    def join(
+    def enter(
         self,
         store: Store,
         names: tuple[str, ...],

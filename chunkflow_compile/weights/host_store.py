@@ -158,7 +158,7 @@ class HostStore:
     ) -> None:
         """Take the buffer of a weight into the store."""
         buffer = weight.buffer
-        buffer.join(self, names, origin, host, weight, grad)
+        buffer.enter(self, names, origin, host, weight, grad)
         self._total += 0 if buffer in self._buffers else host.nbytes
         self._buffers[buffer] = None
 

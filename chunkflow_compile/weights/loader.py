@@ -124,7 +124,7 @@ class WeightLoader:
             self._pack(self._shared.backing(name).host, weight, values)
         else:
             self._fill(self._shared.backing(name).host, weight, values)
-        return None if self.in_file(name) else self._joined(self._shared, weight, values)
+        return None if self.in_file(name) else self._in_shared_memory(self._shared, weight, values)
 
     def in_file(self, name: str) -> bool:
         """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed."""
@@ -138,7 +138,7 @@ class WeightLoader:
         assert self._shared is not None
         weight, values = self._weights[name], alias(tensor)
         if self._shared.same(name, values):
-            return self._joined(self._shared, weight, values)
+            return self._in_shared_memory(self._shared, weight, values)
         return self._unplanned(weight, values)
 
     def report(self) -> None:
@@ -146,7 +146,7 @@ class WeightLoader:
         if self._shared is not None:
             self._shared.report()
 
-    def _joined(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
+    def _in_shared_memory(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """The memory of a weight that ranks share and have written; of its own if it could not be packed."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):

@@ -44,7 +44,8 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 def _moves_nothing(node: Node) -> bool:
     """Whether a node moves nothing: its result is memory that is there already."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
+        name = node.target.overloadpacket.__name__  # of a completion: its result is that of the collective
+        return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
     # a part of a tuple, or a number
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 

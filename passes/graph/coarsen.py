@@ -1,7 +1,7 @@
 """Coarsen: which of the cuts inside a block to leave out.
 
 A cut at its finest has a region every 64 MiB of weights or so.  That lets copies start and slots free up at a fine grain,
-and costs a call of the host and the fusion across each cut.  Coarser cuts join neighbouring regions of a block.
+and costs a call of the host and the fusion across each cut.  Coarser cuts merge neighbouring regions of a block.
 
 Contract
     On entry: a Cut; nothing of it is changed.
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from chunkflow_compile.passes.cost.live import live_of
 from chunkflow_compile.passes.problem import Problem, Region, RegionCost
 
 from .regions import Cut, CutRegion
@@ -42,11 +43,13 @@ def apart(cut: Cut) -> Groups:
     return tuple((region.index,) for region in cut.problem.regions)
 
 
-def merged(problem: Problem, groups: Groups) -> Problem:
-    """The problem with one region for each group.  What fusion saves is not known: costs add up."""
+def merged(cut: Cut, groups: Groups) -> Problem:
+    """The problem of the cut with one region for each group.  What fusion saves of the time is not known: costs add up."""
+    problem, live = cut.problem, live_of(cut.storages, cut.sequence, groups)
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)
-    regions = tuple(_join([problem.regions[i] for i in group], new) for new, group in enumerate(groups))
+    joined = (_concatenated([problem.regions[i] for i in group], new) for new, group in enumerate(groups))
+    regions = tuple(replace(region, live=peak) for region, peak in zip(joined, live.peaks, strict=True))
     weights = tuple(replace(w, uses=tuple(sorted({number[use] for use in w.uses}))) for w in problem.weights)
     collectives = tuple(
         replace(c, before=number.get(c.before, end), until=number.get(c.until, end)) for c in problem.collectives
@@ -130,7 +133,7 @@ def _filled(sizes: Sequence[int], most: int) -> list[list[int]]:
     return groups
 
 
-def _join(regions: Sequence[Region], index: int) -> Region:
+def _concatenated(regions: Sequence[Region], index: int) -> Region:
     return replace(
         regions[0],
         index=index,

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.kernel_calls import operands_of
 from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
-from .slices import Slice
+from .slice_graphs import Slice
 
 # Key in the meta of a call of a region: how the region is sliced, if it is repeated.
 SLICING = "chunkflow_slicing"
@@ -60,12 +60,12 @@ def target_name(node: Node) -> str:
 
 
 def _slice_text(part: Slice | None) -> str:
-    """The slices of a value that the calls of a repeated region take, as an index: ``[:, 16 + 4 * i:...]``."""
+    """The slices of a value that the calls of a repeated region take, as an index: ``[:, i * 4 : 4 + i * 4]``."""
     if part is None:
         return ""
-    before = ":, " * part.dim
-    start = f"{part.offset} + i * {part.size}" if part.offset else f"i * {part.size}"
-    return f"[{before}{start}:][{before}:{part.size}]"
+    ends = (part.offset, part.offset + part.size)
+    first, end = (f"{at} + i * {part.size}" if at else f"i * {part.size}" for at in ends)
+    return f"[{':, ' * part.dim}{first} : {end}]"
 
 
 def _shape(node: Node) -> str:

@@ -3,14 +3,15 @@
 Contract
     On entry: an ATen inference graph and its Discovery.  The graph is not changed.
     Preserved: every node is computed once, except views of weights and of collective results.  These are repeated in
-    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  The
-    order of collectives is that of the graph.
+    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  So are
+    values that are cheaper to compute again than to hand over (recompute.py).  The order of collectives is that of the graph.
     Cuts: at collectives, where the block changes, and before a weight that would bring a region above ``group_bytes``
     of weights.  A group of regions of such a cut becomes one region (coarsen.py chooses which).
 
 Steps
     assign        give every compute node a segment number, in program order
     dissolve      move segments that hold only views into the regions around them
+    recompute     let each segment compute what is cheaper to compute again than to hand over
     sizes         give each region the symbols that its sizes use
     build         build one FX graph per segment; inputs in order of first use, outputs in order of definition
     key           digest a region's structure; regions with equal keys share one lowering
@@ -20,14 +21,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import gemm_tiles, region_cost
-from chunkflow_compile.passes.cost.live import Storages, live_of
+from chunkflow_compile.passes.cost.fusion import Storages
+from chunkflow_compile.passes.cost.live import live_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.packing import Layout
@@ -45,8 +47,9 @@ from .discover import (
     nbytes,
 )
 from .keys import structural_key
+from .recompute import recomputed
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
-from .slices import Slice
+from .slice_graphs import Slice
 from .traced import Traced
 
 
@@ -83,8 +86,9 @@ class CutRegion:
 class Cut:
     """What was cut, its regions and its top-level nodes.
 
-    ``sequence``: the regions, collectives and completions, in program order.  ``raw``: the same with no weight packed, if one
-    is.  ``whole``: the same with no region split, if one is.
+    ``sequence``: the regions, collectives and completions, in program order.  ``storages``: the memory of the graph's values.
+    ``raw``: the same with no weight packed, if one is.  ``recomputed``: nodes that each region repeats, views of weights
+    aside.  ``whole``: the same with no region split, if one is.
     """
 
     traced: Traced
@@ -92,7 +96,9 @@ class Cut:
     regions: tuple[CutRegion, ...]
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
+    storages: Storages = field(compare=False, repr=False)
     raw: Cut | None = None
+    recomputed: frozenset[Node] = frozenset()
     whole: Cut | None = None
 
     @property
@@ -111,17 +117,20 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The cut of the same graph at other sizes: costs and bytes of activations are other ones."""
+        """The cut of the same graph at other sizes: costs and bytes of activations are other ones.  The graph stays that of
+        this cut."""
+        traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
         costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
-        infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
+        storages = storages_at(traced, self.discovery, self.sequence)
+        peaks = live_of(storages, self.sequence).peaks
+        infos = [
+            replace(region.info, cost=costs[region.info.key], live=peak)
+            for region, peak in zip(self.regions, peaks, strict=True)
+        ]
         problem, raw = problem_at(traced, self.discovery, infos, self.sequence), self.raw
-        return replace(self, traced=traced, problem=problem, raw=None if raw is None else raw.at(traced))
-
-    @cached_property
-    def storages(self) -> Storages:
-        """The memory of the graph's values."""
-        return storages_at(self.traced, self.discovery)
+        raw = None if raw is None else raw.at(traced)
+        return replace(self, traced=traced, problem=problem, storages=storages, raw=raw)
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
@@ -171,6 +180,8 @@ def cut(
     segments.assign()
     if dissolve_views:
         segments.dissolve()
+    if traced.fused:
+        segments.recompute(traced.sizes)
     segments.merge(groups)
     segments.find_symbols()
     regions: list[CutRegion] = []
@@ -185,8 +196,19 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
+    storages = storages_at(traced, discovery)
+    sequence = with_peaks(sequence, storages)
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
     problem = problem_at(traced, discovery, [r.info for r in regions], sequence)
-    return Cut(traced, discovery, tuple(regions), tuple(sequence), problem)
+    return Cut(
+        traced,
+        discovery,
+        tuple(regions),
+        tuple(sequence),
+        problem,
+        storages,
+        recomputed=frozenset(segments.recomputed),
+    )
 
 
 class _Segments:
@@ -201,6 +223,7 @@ class _Segments:
         streamable = {w.node for w in discovery.weights if w.keep is None}
         self.lazy: dict[Node, None] = {v: None for v, w in discovery.weight_views.items() if w in streamable}
         self.lazy |= {n: None for n in graph.graph.nodes if is_size(n) and not self._needed_at_top_level(n)}
+        self.recomputed = dict[Node, None]()
         self.block_of: dict[int, str] = {}
         self.symbols: dict[int, list[Node]] = {}
         self.sent: set[Node] = set()  # symbols that later segments need
@@ -252,6 +275,13 @@ class _Segments:
                 else:
                     self.of[node] = target
 
+    def recompute(self, sizes: Mapping[str, int]) -> None:
+        """Let each segment compute what is cheaper to compute again than to hand over.  ``sizes``: of the symbols."""
+        streamed = {w.node for w in self.discovery.weights if w.keep is None}
+        self.recomputed = recomputed(self.graph.graph, self.of, self.lazy, streamed, sizes)
+        self.lazy |= self.recomputed
+        self.of = {node: segment for node, segment in self.of.items() if node not in self.recomputed}
+
     def merge(self, groups: Sequence[Sequence[int]]) -> None:
         """Make one segment of each group.  ``groups``: of positions among the segments, in program order."""
         segments = [self.of[item[0]] for item in self.skeleton() if not isinstance(item, Node)]
@@ -266,12 +296,21 @@ class _Segments:
         nodes = symbol_nodes(self.graph)
         needed: dict[int, set[str]] = {}
         for node, segment in self.of.items() if nodes else ():
-            for value in (node, *node.all_input_nodes):
+            for value in self._with_operands(node):
                 needed.setdefault(segment, set()).update(symbols_of(value.meta.get("val")))
         for segment, names in needed.items():
             used = [nodes[name] for name in sorted(names) if name in nodes]
             self.symbols[segment] = [n for n in used if self.of.get(n, -1) < segment]
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
+
+    def _with_operands(self, node: Node) -> Iterable[Node]:
+        """A node and its operands, and those of the operands that its segment computes again."""
+        yield node
+        for operand in node.all_input_nodes:
+            if operand in self.recomputed:
+                yield from self._with_operands(operand)
+            else:
+                yield operand
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
         """Segments (as lists of nodes) and collectives, in program order."""
@@ -400,9 +439,19 @@ def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None)
     return replace(cost.repeated(slicing.repeat), tiles=tiles)
 
 
-def storages_at(traced: Traced, discovery: Discovery, more: Iterable[Node] = ()) -> Storages:
-    """The memory of the values of a traced graph, at its sizes.  ``more``: values of a cut of it."""
-    nodes = dict.fromkeys((*traced.graph.graph.nodes, *more))
+def with_peaks(sequence: Sequence[CutRegion | Node], storages: Storages) -> list[CutRegion | Node]:
+    """The sequence of a cut, with the most bytes of activations that are alive while each region runs."""
+    peaks = iter(live_of(storages, sequence).peaks)
+    return [
+        replace(item, info=replace(item.info, live=next(peaks))) if isinstance(item, CutRegion) else item
+        for item in sequence
+    ]
+
+
+def storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node] = ()) -> Storages:
+    """The memory of the values of a traced graph, at its sizes.  ``sequence``: of a cut, if it has values of its own."""
+    outputs = (node for item in sequence if isinstance(item, CutRegion) for node in item.outputs)
+    nodes = dict.fromkeys((*traced.graph.graph.nodes, *outputs))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
     return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
 
@@ -417,8 +466,6 @@ def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
-    made = [node for item in sequence if isinstance(item, CutRegion) for node in item.outputs]
-    live = live_of(storages_at(traced, discovery, made), sequence)
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
@@ -461,8 +508,5 @@ def problem_at(
         for node, at in started
     ]
     return Problem(
-        regions=tuple(replace(r, live=peak) for r, peak in zip(regions, live.peaks, strict=True)),
-        collectives=tuple(collectives),
-        weights=tuple(weights),
-        ranks=traced.together,
+        regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights), ranks=traced.together
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,8 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.errors import FindingError
 
-from .discover import is_view
-from .slice_graphs import Builder, Slice, part_of
+from .slice_graphs import Builder, Slice, part_of, viewed
 from .slice_rules import Boundary, NoRule, Part, shape_of
 from .slices import Phase, Whole, Write, check_alignment, fake_mode, layout_of
 
@@ -25,7 +24,7 @@ def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collecti
     Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
-    complete = set(placeholders)
+    complete, views = set(placeholders), {n for phase in phases for n in _viewed(phase)}
     fake = fake_mode(module)
     for number, phase in enumerate(phases):
         if late := [n.name for n in phase.inputs if n not in complete]:
@@ -34,7 +33,7 @@ def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collecti
             module.graph.output_node().all_input_nodes
         )
         for write in phase.writes:
-            _check_overwritten(number, phase, write, placeholders, later, owned)
+            _check_overwritten(number, phase, write, placeholders, later | views, owned)
         _check_graph(number, phase, placeholders, fake)
         _check_results(number, phase, fake)
         for node in phase.outputs:
@@ -66,6 +65,15 @@ def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -
     return end == size
 
 
+def _viewed(phase: Phase) -> set[Node]:
+    """The inputs of which a phase returns views."""
+    if phase.writes:
+        return set()
+    sources = dict(zip(phase.module.graph.find_nodes(op="placeholder"), phase.inputs, strict=False))
+    bases = [viewed(n) for n in phase.module.graph.output_node().all_input_nodes]
+    return {sources[base] for base in bases if base in sources}
+
+
 def _check_overwritten(
     number: int,
     phase: Phase,
@@ -82,7 +90,7 @@ def _check_overwritten(
     if taken != [write.slice]:
         _wrong(number, f"overwrites {source} slice by slice, and reads {'other parts' if taken else 'no part'} of it")
     if source in later:
-        _wrong(number, f"overwrites {source}, which is read later")
+        _wrong(number, f"overwrites {source}, which is read later, or of which another value is a view")
     if owned is not None and write.over not in owned:
         _wrong(number, f"overwrites {source}, which the region does not own")
     if [w.over for w in phase.writes].count(write.over) != 1:
@@ -115,11 +123,9 @@ def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTenso
     if [n.args[0] for n in copies] != _targets(phase, sources):
         _wrong(number, "writes its results elsewhere")
     for i, copy in enumerate(copies):
-        base = copy.args[1]
-        while isinstance(base, Node) and is_view(base):
-            base = base.all_input_nodes[0]
-        if base in [n.args[0] for j, n in enumerate(copies) if j != i]:
-            _wrong(number, f"writes {base}, a part of which is another result")
+        made = copy.args[1]
+        if isinstance(made, Node) and viewed(made) in [n.args[0] for j, n in enumerate(copies) if j != i]:
+            _wrong(number, f"writes {viewed(made)}, of which another result is a view")
 
 
 def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
@@ -136,12 +142,11 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
     given = phase.module.graph.find_nodes(op="placeholder")[: len(phase.inputs)]
     leaves = dict(zip(given, zip(phase.inputs, phase.slices, strict=True), strict=True))
     numbers = _numbered(phase.module.graph, leaves, table)
+    wanted: list[tuple[Node, list[Part | None]]]
+    results: Any
     if phase.writes:
         results = [n.args[1] for n in phase.module.graph.nodes if n.target is torch.ops.aten.copy_.default]
-        wanted = [
-            (w.value, [Part(w.slice.dim, shape_of(w.value)[w.slice.dim], w.slice.offset, w.slice.size)])
-            for w in phase.writes
-        ]
+        wanted = [(w.value, [_part(w.value, w.slice)]) for w in phase.writes]
     else:
         (results,) = phase.module.graph.output_node().args
         wanted = [(n, [None, *(Part(d, size, 0, size) for d, size in enumerate(shape_of(n)))]) for n in phase.outputs]
@@ -151,6 +156,10 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
     for result, (node, parts) in zip(results, wanted, strict=True):
         if all(_number_of(node, part, values, fake, table) != numbers[result] for part in parts):
             _wrong(number, f"computes another value than {node}, or from other slices")
+
+
+def _part(node: Node, part: Slice) -> Part:
+    return Part(part.dim, shape_of(node)[part.dim], part.offset, part.size)
 
 
 def _number_of(

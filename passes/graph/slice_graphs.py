@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from .slice_rules import NoRule, Operand, Part, Sliced, is_light, is_reshape, op_name, shape_of, sliced
+from .discover import is_view
+from .slice_rules import NoRule, Operand, Part, Sliced, is_attention, is_light, is_reshape, op_name, shape_of, sliced
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,9 @@ class Builder:
                     raise
                 self.found.needs.setdefault(node, ((), str(reason)))
                 return _Step(())
+            if self._is_merged(node, rule):
+                self.found.needs.setdefault(node, ((), "the tokens of an input are merged with another dimension"))
+                return _Step(())
         reads = list[tuple[Node, Part | None]]()
 
         def read(operand: Any) -> Any:
@@ -125,6 +129,19 @@ class Builder:
         given: Any = rule if isinstance(rule, Operand) else (rule.args, rule.kwargs)
         given = map_aggregate(given, read)
         return _Step(tuple(reads), call, item, given)
+
+    def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
+        """Whether a node is the view of an input of which parts can be taken, unlike of the input itself."""
+        if (
+            self.closed
+            or self._inline
+            or node is self._making
+            or not is_view_of_input(node)
+            or isinstance(rule, Operand)
+        ):
+            return False
+        part = rule.args[0].part
+        return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
         """Note the value that an earlier phase must compute so that an operand can be read whole, if there is one."""
@@ -227,6 +244,8 @@ class Builder:
         return self._anchor
 
     def _made(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        if is_attention(node) and self.fake is not None:
+            args, kwargs = map_aggregate((args, kwargs), lambda x: self._contiguous(x) if _is_spread(x) else x)
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {name: value for name, value in node.meta.items() if name != "val"}
         if self.fake is None:
@@ -244,12 +263,39 @@ class Builder:
             made = self._made(node, target, (source, *args[1:]), kwargs)
         return made
 
+    def _contiguous(self, operand: Node) -> Node:
+        """A contiguous copy of an operand."""
+        return self._made(operand, torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
+
     def _computed(self, node: Node) -> Any:
         """The metadata of a call."""
         assert self.fake is not None and callable(node.target)
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
         with self.fake:
-            return node.target(*args, **kwargs)
+            value = node.target(*args, **kwargs)
+            if isinstance(value, torch.Tensor) and value.storage_offset() and not is_view(node):
+                # The cache of fake tensors gives some results the offset of an earlier one; keys would differ.
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return value
+
+
+def _is_spread(operand: Any) -> bool:
+    """Whether an operand of attention has elements of one head that are not next to each other, which no kernel reads."""
+    return isinstance(operand, Node) and operand.meta["val"].dim() > 0 and operand.meta["val"].stride(-1) != 1
+
+
+def is_view_of_input(node: Node) -> bool:
+    """Whether a node is an input, or has its elements in another shape."""
+    while is_reshape(node):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def viewed(node: Node) -> Node:
+    """The node whose memory a node has."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def depends_on(node: Node, inputs: Collection[Node]) -> bool:

@@ -129,6 +129,10 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
+def is_attention(node: Node) -> bool:
+    return "scaled_dot_product" in op_name(node)
+
+
 def is_reshape(node: Node) -> bool:
     """Whether a node only views all of its operand, so that the operand can be handed over instead."""
     return node.op == "call_function" and op_name(node) in _RESHAPES
@@ -425,7 +429,7 @@ def _reduction(node: Node, part: Part, item: int | None) -> Sliced:
     return _first(node, replace(part, dim=left[part.dim]))
 
 
-@_rule("_softmax", "softmax", "_log_softmax", "cumsum", "flip", "roll", "sort", "topk")
+@_rule("_softmax", "_safe_softmax", "softmax", "_log_softmax", "cumsum", "flip", "roll", "sort", "topk")
 def _along(node: Node, part: Part, item: int | None) -> Sliced:
     """Ops along one dimension or several, which compute each of the others by itself."""
     named, rank = _named(node), len(shape_of(_operand(node)))

@@ -31,8 +31,10 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .sizes import symbols_of
-from .slice_graphs import Builder, Slice, Walk, depends_on
-from .slice_rules import Boundary, NoRule, Part, op_name, shape_of
+from .slice_graphs import Builder, Slice, Walk, depends_on, is_view_of_input, viewed
+from .slice_rules import Boundary, NoRule, Part, is_reshape, op_name, shape_of
+
+__all__ = ["Phase", "Slice", "Whole", "Write", "check_alignment", "fake_mode", "layout_of", "phases"]
 
 # Bytes to which the slices of a value are aligned: kernels that read whole vectors need it.
 ALIGNMENT = 16
@@ -85,14 +87,16 @@ def phases(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Ph
     if symbols_of([n.meta.get("val") for n in nodes]):
         raise Whole("The sizes of the graph are symbolic: it can be computed in slices only at fixed sizes.")
     outputs = _outputs(module)
-    if not outputs:
+    flat = {n: base for n in outputs if (base := _unflattened(n)) is not n}
+    computed = [flat.get(n, n) for n in outputs if viewed(n).op != "placeholder"]
+    if not computed:
         raise Whole("The graph computes no tensor.")
-    largest = max(outputs, key=lambda n: math.prod(shape_of(n)))
+    largest = max(computed, key=lambda n: math.prod(shape_of(n)))
     failed: Whole | None = None
     for dim in _dims(largest):
         try:
-            plan = _Plan(repeat, largest, dim)
-            plan.find(outputs)
+            plan = _Plan(module, repeat, largest, dim)
+            plan.find(outputs, flat)
         except (Whole, NoRule) as error:
             said = str(error) if isinstance(error, Whole) else f"The graph cannot be computed in slices: {error}."
             failed = failed or Whole(said)
@@ -106,6 +110,14 @@ def _outputs(module: GraphModule) -> list[Node]:
     (returned,) = module.graph.output_node().args
     nodes = [n for n in dict.fromkeys(returned) if isinstance(n, Node) and n.op == "call_function"]  # type: ignore[arg-type]
     return [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _unflattened(node: Node) -> Node:
+    """The value of which an output of one dimension is a view, as of what is sent to other ranks; else the output."""
+    base = node
+    while is_reshape(base) and len(shape_of(node)) == 1:
+        base = base.all_input_nodes[0]
+    return base if base.op == "call_function" else node
 
 
 def fake_mode(module: GraphModule) -> FakeTensorMode:
@@ -141,7 +153,8 @@ class _Root:
 class _Plan:
     """The roots of a graph whose largest output is split along dimension ``dim``."""
 
-    def __init__(self, repeat: int, largest: Node, dim: int) -> None:
+    def __init__(self, module: GraphModule, repeat: int, largest: Node, dim: int) -> None:
+        self.placeholders = module.graph.find_nodes(op="placeholder")
         self.repeat, self.largest, self.dim = repeat, largest, dim
         self.roots: dict[Node, _Root] = {}
         self.needs: dict[Node, tuple[tuple[int, ...], str]] = {}
@@ -150,10 +163,11 @@ class _Plan:
         if self.longest % repeat:
             raise Whole(f"{self.longest} tokens cannot be divided into {repeat} slices of one size.")
 
-    def find(self, outputs: list[Node]) -> None:
-        """Find the roots: the outputs, and the values that they need, and so on."""
+    def find(self, outputs: list[Node], flat: dict[Node, Node]) -> None:
+        """Find the roots: the outputs, and the values that they need, and so on.  ``flat``: outputs that view other nodes."""
         _, walk = self._split(self.largest, self.dim)
-        self.streams = {n for n, part in walk.taken if part is not None and n.op == "placeholder"}
+        split = [n for n, part in walk.taken if part is not None and is_view_of_input(n)]
+        self.streams = {m for n in split for m in self.placeholders if depends_on(n, (m,))}
         if not self.streams:
             reasons = [
                 *(f"{why} ({n})" for n, (_, why) in walk.needs.items()),
@@ -161,8 +175,11 @@ class _Plan:
             ]
             raise Whole(f"The graph cannot be computed in slices: {reasons[0]}.")
         self._find(self.largest, (self.dim,), "it is the largest output")
-        for node in outputs:
-            if node is not self.largest:
+        self.roots |= {n: _Root(n, (_Piece(None, 1),), frozenset({base})) for n, base in flat.items()}
+        views = [n for n in outputs if viewed(n).op == "placeholder"]
+        self.roots |= {n: _Root(n, (_Piece(None, 1),), frozenset()) for n in views}
+        for node in dict.fromkeys(flat.get(n, n) for n in outputs):
+            if node not in self.roots:
                 self._find(node, tuple(sorted(_dims(node), key=lambda d: d != self.dim)), "it is an output")
         while missing := [n for n in self.needs if n not in self.roots]:
             self._find(missing[0], *self.needs[missing[0]])
@@ -176,12 +193,12 @@ class _Plan:
             except NoRule as error:
                 failed = f"{error}, where {node} is split along dimension {dim}"
                 continue
-            bad = [n for n, (along, _) in walk.needs.items() if not along and depends_on(n, self.streams)]
+            bad = [n for n, (along, _) in walk.needs.items() if not along and self._depends_on_streams(n)]
             if not bad:
                 break
             failed = f"{walk.needs[bad[0]][1]} ({bad[0]})"
         else:
-            if depends_on(node, self.streams) or node is self.largest:
+            if self._depends_on_streams(node) or node is self.largest:
                 raise Whole(f"The graph cannot be computed in slices: {failed}.")
             builder = Builder((), self.streams)
             builder.root(node, None)
@@ -189,6 +206,10 @@ class _Plan:
         for n, need in walk.needs.items():
             self.needs.setdefault(n, need)
         self.roots[node] = _Root(node, pieces, frozenset(n for n, _ in walk.taken if n.op == "call_function"))
+
+    def _depends_on_streams(self, node: Node) -> bool:
+        """Whether the whole of a node would have to be computed from split inputs."""
+        return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
         """The pieces of a root that is split along a dimension, and what they read."""
@@ -236,8 +257,8 @@ class _Plan:
         groups = dict[tuple[int, int, int, int], list[tuple[_Root, _Piece]]]()
         for node, root in self.roots.items():
             for piece in root.pieces:
-                once = piece.part is None or _is_all(node, piece)
-                count = 0 if once else piece.part.count
+                once = _is_all(node, piece)
+                count = 0 if once or piece.part is None else piece.part.count
                 # The longest stream comes last, when it can overwrite its input; before it, what is shorter-lived.
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
@@ -264,6 +285,13 @@ class _Build:
     @property
     def taken(self) -> list[tuple[Node, Slice | None]]:
         return list(self.builder.found.taken)
+
+    @property
+    def returned(self) -> set[Node]:
+        """The inputs of which a result is a view."""
+        sources = {placeholder: n for (n, _), placeholder in self.builder.found.taken.items()}
+        bases = [viewed(made) for _, made, part in self.results if part is None]
+        return {sources[base] for base in bases if base in sources}
 
     def overwritten(self, index: int, fixed: Collection[Node]) -> Node | None:
         """The input that result ``index`` can overwrite.  ``fixed``: those that must keep their values."""
@@ -323,6 +351,7 @@ def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int])
     """The phases.  An input is overwritten by the last phase that reads it, if by any."""
     placeholders = module.graph.find_nodes(op="placeholder")
     fixed = {n for i, n in enumerate(placeholders) if i not in owned} | set(module.graph.output_node().all_input_nodes)
+    fixed |= {n for build in builds for n in build.returned}
     found = list[Phase]()
     for build in reversed(builds):
         over: dict[int, Node] = {}

@@ -23,7 +23,8 @@ from chunkflow_compile.passes.problem import Region
 
 from .discover import collective_kind, is_view, is_wait_tensor, nbytes
 from .keys import structural_key
-from .regions import Cut, CutRegion, Slicing, cost_at, problem_at
+from .regions import Cut, CutRegion, Slicing, cost_at, problem_at, storages_at, with_peaks
+from .slice_check import check_phases
 from .slices import Phase, Whole, phases
 
 _aten = torch.ops.aten
@@ -34,7 +35,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
     """The cut with some of its regions split.  ``repeats``: key of a region -> the number of slices of its tokens.
 
-    Raises Whole if one of them cannot be split into so many.
+    Raises Whole if one of them cannot be split into so many, and FindingError if the slices are wrong.
     """
     cut = cut.whole or cut
     owned = _owned(cut)
@@ -49,14 +50,18 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
             mine = owned[item.info.index]
             if (item.info.key, mine) not in made:
                 found = phases(item.module, repeat, mine)
+                check_phases(item.module, found, mine)
                 made[item.info.key, mine] = item, tuple(_calls(item.module, found))
             new = [*_regions(cut, item, *made[item.info.key, mine])]
         for region in new:
             info = replace(region.info, index=len(regions), name=f"region_{len(regions)}")
             regions.append(replace(region, info=info))
             sequence.append(regions[-1])
+    storages = storages_at(cut.traced, cut.discovery, sequence)
+    sequence = with_peaks(sequence, storages)
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
     problem = problem_at(cut.traced, cut.discovery, [r.info for r in regions], sequence)
-    return replace(cut, regions=tuple(regions), sequence=tuple(sequence), problem=problem, raw=None, whole=cut)
+    return Cut(cut.traced, cut.discovery, tuple(regions), tuple(sequence), problem, storages, None, cut.recomputed, cut)
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:

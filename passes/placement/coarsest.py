@@ -3,13 +3,15 @@
 Contract
     On entry: a Cut at its finest, and how its problems are planned.
     On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times that of
-    the finest one.  Where no budget was given, so that a plan is the smallest for its step, its bytes on the device may also
-    be no more than that share of the weights above the finest one's.
+    the finest one.  If the finest one does not fit, the coarsest cut that fits with fewer activations.  Where no budget was
+    given, so that a plan is the smallest for its step, its bytes on the device may also be no more than that share of the
+    weights above the finest one's.
     A part of a model is judged as its blocks in turns, at most ``MOST_REGIONS`` regions of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,13 +59,16 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
     for groups in candidates(finest):
         if groups == apart(finest):
             break
+        problem = merged(finest, groups)
         try:
             best = best or planned(finest.problem)
-            if _as_good(planned(merged(finest.problem, groups)), best, budget):
-                return groups
-        except ChunkflowError:  # too little memory for regions of this size
-            if best is None:
+        except ChunkflowError:  # fewer activations may leave enough memory for larger regions
+            if problem.live_bytes >= finest.problem.live_bytes:
                 break
+        with contextlib.suppress(ChunkflowError):  # too little memory for regions of this size
+            plan = planned(problem)
+            if best is None or _as_good(plan, best, budget):
+                return groups
     return apart(finest)
 
 

@@ -79,9 +79,9 @@ def place(
     else:
         plan = builder.plan(*_policy_windows(planner))
     if goal.memory is not None and plan.device_bytes + outside > goal.memory:
-        taken = size(plan.device_bytes + outside)
+        least = size(plan.device_bytes + outside)
         raise ChunkflowError(
-            f"{goal.option}={size(goal.memory)} is below the {taken} that policy {goal.policy} takes; it has no smaller plan."
+            f"{goal.option}={size(goal.memory)} is below the {least} that policy {goal.policy} takes; it has no smaller plan."
         )
     return plan
 

@@ -27,7 +27,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, transfers
 
-from .rewrite import CyclePlace, Program, ops_of, rewrite
+from .rewrite import CyclePlace, Program, rewrite
 
 # The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
@@ -97,7 +97,7 @@ class Cycle:
     @cached_property
     def ops(self) -> tuple[Step, ...]:
         """The ops that each call issues."""
-        return tuple(map(ops_of, self.calls))
+        return tuple(call.ops for call in self.calls)
 
     @cached_property
     def events(self) -> CallEvents:
@@ -126,10 +126,7 @@ class Cycle:
 
     def at(self, call: int, program: Program) -> Cycle:
         """The cycle with another program in the place of a call."""
-        changed = replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
-        # to read those of the other calls again for each call would take a second for a cycle of many blocks
-        vars(changed)["ops"] = (*self.ops[:call], ops_of(program), *self.ops[call + 1 :])
-        return changed
+        return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
 
 
 def block_of(weight: str) -> str:
@@ -154,11 +151,11 @@ def problem_of(calls: Sequence[Call]) -> Problem:
             collectives.append(replace(c, name=name, before=start + c.before, until=start + c.until))
         for weight in problem.weights:
             uses = tuple(start + use for use in weight.uses)
-            joined = weights.get(weight.name)
-            if joined is None:
+            known = weights.get(weight.name)
+            if known is None:
                 weights[weight.name] = replace(weight, index=len(weights), uses=uses)
             else:
-                weights[weight.name] = replace(joined, uses=joined.uses + uses, keep=joined.keep or weight.keep)
+                weights[weight.name] = replace(known, uses=known.uses + uses, keep=known.keep or weight.keep)
     return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()), ranks=ranks)
 
 
@@ -168,7 +165,7 @@ def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
 
 
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
-    """The programs of ``calls`` under a plan of their joined problem."""
+    """The programs of ``calls`` under a plan of the problem of all of them."""
     problem = problem_of(calls)
     plan.check_problem(problem, ends_of(calls))
     cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.graph.listing import SLICING
 from chunkflow_compile.passes.graph.regions import Slicing
-from chunkflow_compile.passes.graph.slices import Slice
+from chunkflow_compile.passes.graph.slice_graphs import Slice
 
 from .memory import Memory
 from .rewrite import Program
@@ -58,8 +58,10 @@ _Written = frozenset[tuple[int, int, int]]
 def _check_complete(node: Node, slicing: Slicing | None, written: Mapping[Node, _Written]) -> Iterator[str]:
     """Check that all of what a node reads was written."""
     overwritten = set() if slicing is None else {over for _, over in slicing.writes}
-    for place, operand in enumerate(node.args if slicing is not None else node.all_input_nodes):
-        if operand in written and place not in overwritten and not _is_all(operand, written[operand]):
+    for place, operand in enumerate(node.all_input_nodes if slicing is None else node.args):
+        if not isinstance(operand, Node) or operand not in written or place in overwritten:
+            continue
+        if not _is_all(operand, written[operand]):
             yield f"{operand.name}: {node.name} reads it, but its calls write only {_text(written[operand])} of it"
 
 
@@ -86,7 +88,8 @@ def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -
 def _is_all(value: Node, parts: _Written) -> bool:
     """Whether parts, which do not overlap, are all of a value."""
     dim = next(iter(parts))[0]
-    return sum(end - begin for _, begin, end in parts) == value.meta["val"].shape[dim]
+    size: int = value.meta["val"].shape[dim]
+    return sum(end - begin for _, begin, end in parts) == size
 
 
 def _text(parts: _Written) -> str:

@@ -12,7 +12,7 @@ Contract
     prefetches where their window opens, waits before the first reader and at barriers, evicts after the last reader.
     Structurally equal regions share one submodule.  Each value is released at its last reader (lifetimes.py).
 
-:func:`ops_of` reads the step from a program again.
+:attr:`Program.ops` is the step, read from the graph again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -70,6 +71,11 @@ class Program:
         """Whether two programs compute the same on the same weights, with the same transfers."""
         regions, others = self.problem.regions, other.problem.regions
         return self.plan == other.plan and [r.key for r in regions] == [r.key for r in others]
+
+    @cached_property
+    def ops(self) -> Step:
+        """The step that it issues.  It is read from the graph once, so what is proved is what is issued."""
+        return tuple(op for _, ops in issued(self) for op in ops)
 
     def __str__(self) -> str:
         return listing(self.module)
@@ -204,11 +210,6 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
         if values := program.releases.get(node.name):
             ops.insert(0 if node.op == "call_module" else len(ops), Release(values))
         yield node, tuple(ops)
-
-
-def ops_of(program: Program) -> Step:
-    """The step that a program issues."""
-    return tuple(op for _, ops in issued(program) for op in ops)
 
 
 def source_of(node: Node) -> str:

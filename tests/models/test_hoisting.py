@@ -521,6 +521,14 @@ def test_a_pipeline(name: str, applied: Applied) -> None:
     assert missed[1] <= PIPELINES[name]
 
 
+def test_auto_says_that_it_hoists_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Where all weights fit, each prompt would only cost the time of a preamble."""
+    pair = Pair(memory=10**6, hoist="auto")
+    pair.call()
+    pair.call()
+    assert caplog.text.count("hoist='auto' hoists nothing") == 1 and not pair.placement.preambles
+
+
 def test_offload_takes_the_option_for_what_compiles_the_model() -> None:
     pair = Pair(placing={"hoist": True}, memory=MEMORY, hoist=False)
     assert not pair.call(0) and pair.call(0)

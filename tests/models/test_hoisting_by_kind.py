@@ -149,7 +149,8 @@ def test_a_step_reads_values_once_and_starts_cold_at_most_once(monkeypatch: pyte
             assert bits.sources.transfers == transfers + 1, step
         transfers = bits.sources.transfers
         assert cold["preamble"] == (BLOCKS if step < STEPS else 0)
-        # in the third step, the cycle that the calls are now starts cold itself
+        # The rows overwrite what the cycle has prefetched, so the first block starts cold.  The step in which the calls
+        # become a cycle starts cold twice: first at its first call, before which nothing has prefetched for it.
         assert cold["cold main"] == (0, 0, 2, 1, 1, *(0,) * STEPS)[step], step
 
 

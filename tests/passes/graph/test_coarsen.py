@@ -97,10 +97,11 @@ def test_a_joined_problem_is_that_of_the_coarser_cut() -> None:
     of_one = Call(fine, {w.name: w.name for w in fine.problem.weights}, {})
     for most, of_block in ((None, [2, 4]), (3 * WEIGHT, [2, 2, 2]), (WEIGHT, [1] * LAYERS)):
         groups = grouped(fine, most)
-        coarse, problem = cut(source, fine.discovery, 1, groups=groups), merged(fine.problem, groups)
+        coarse, problem = cut(source, fine.discovery, 1, groups=groups), merged(fine, groups)
         forms = fine.problem, coarse.problem, problem, problem.in_blocks, repeated(problem, 2), problem_of([of_one])
         assert {form.ranks for form in forms} == {2}
         assert problem.digest == coarse.problem.digest and problem.structure == coarse.problem.structure
+        assert [r.live for r in problem.regions] == [r.live for r in coarse.problem.regions]
         assert sum(r.cost.kernels for r in coarse.problem.regions) <= sum(r.cost.kernels for r in problem.regions)
         assert [len(r.weights) for r in coarse.problem.regions] == BLOCKS * of_block
         assert len({r.key for r in coarse.problem.regions}) <= 2 * len(of_block), "equal blocks are lowered once"
@@ -131,7 +132,7 @@ def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
 def test_a_plan_is_run_on_the_cut_that_it_is_for(traced: Traced, fine: Cut) -> None:
     """Also measured times, and the placement of a program at another size."""
     for groups in (*coarsest.candidates(fine), apart(fine)):
-        problem = merged(fine.problem, groups)
+        problem = merged(fine, groups)
         plan = make_plan(problem, Settings(hardware=SLOW, chunk_bytes=4096, goal=Goal(slowdown=2.0)))
         assert len(chosen(traced, 1.1, plan=plan).regions) == len(groups)
         assert len(chosen(traced, 1.1, likes=((problem, plan),)).regions) == len(groups)

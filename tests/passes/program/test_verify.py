@@ -29,6 +29,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.ops import PREFETCH, WAIT
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import check, verify
 
@@ -310,3 +311,13 @@ def test_accepts_every_plan_that_place_makes(
     plan = plan_of(cut.problem, chunk_bytes=chunk, **goal)
     verify(rewrite(cut, plan))
     assert plan == type(plan).from_json(plan.to_json())
+
+
+def test_what_is_added_to_a_program_after_its_proof_is_not_in_its_ops() -> None:
+    """An executor makes a cycle of a program by itself, as the proof does."""
+    cut = cut_of(Stack(2), torch.randn(4, 8))
+    program = rewrite(cut, plan_of(cut.problem))
+    verify(program)
+    (proved,) = Cycle.of(copied(program)).ops
+    find(program, PREFETCH, WEIGHT).append(program.module.graph.call_function(PREFETCH, ("x", 0, 1, 0, False, "copy")))
+    assert Cycle.of(program).ops == (proved,) != Cycle.of(copied(program)).ops

@@ -1,0 +1,441 @@
+"""Fusion: the kernels that Inductor makes of a region, and the bytes of the values that they store.
+
+Inductor computes a pointwise value inside the kernels that read it, unless it is an output, an operand of a kernel
+that is not generated, or read by many.  It fuses the other pointwise ops and reductions over equally many elements,
+so that a value with no other readers is never stored.  Products, attention and ops on complex numbers are kernels of
+their own.  A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the
+same size that it reads last, and a value can be stored in one of its size and dtype that died before.  The order of
+the kernels is the one of several that needs the fewest bytes.  Without Inductor each op is a kernel, and they run in
+program order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .kernels import Values, bases_of, tensor_bytes, tensors
+
+# Ops that Inductor computes element by element although torch does not tag them as pointwise.
+_POINTWISE = frozenset(
+    (
+        "_softmax",
+        "_to_copy",
+        "arange",
+        "clone",
+        "constant_pad_nd",
+        "copy",
+        "copy_",
+        "embedding",
+        "empty",
+        "empty_like",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "index_select",
+        "native_group_norm",
+        "native_layer_norm",
+        "ones_like",
+        "repeat",
+        "select_scatter",
+        "slice_scatter",
+        "zeros",
+        "zeros_like",
+    )
+)
+_REDUCTIONS = frozenset(
+    ("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean")
+)
+# Products whose result is stored where Inductor says.
+_WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
+# Views whose elements are in the order of those that they view.
+_IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
+# Inductor's realize_reads_threshold, and its defaults of realize_acc_reads_threshold and realize_opcount_threshold.
+_MOST_SHARED_READS, _MOST_READS, _MOST_OPS = 4, 8, 30
+_COPY = torch.ops.aten.copy.default
+_READ_NO_VALUES = frozenset(
+    ("empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like", "zeros_like")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What one region has alive.  ``own``: at each of its kernels, the bytes of values that it has made.  ``until``: the
+    position of the last kernel that reads each input, or -1."""
+
+    own: tuple[int, ...]
+    until: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A region as nodes of the whole graph.  ``key``: parts with equal keys have equal profiles."""
+
+    key: object
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Storages:
+    """The memory of a graph's values.  ``values``: tensors without data, of each node.  ``weights``: the nodes whose memory
+    does not count.  ``fused``: as in count.region_cost.  ``profiles``: of parts, by key."""
+
+    values: Values
+    weights: Collection[Node]
+    fused: bool
+    profiles: dict[object, Profile] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def bases(self) -> Mapping[Node, Node]:
+        return bases_of(self.values)
+
+    @cached_property
+    def position(self) -> Mapping[Node, int]:
+        return {node: i for i, node in enumerate(self.values)}
+
+    def nbytes(self, base: Node) -> int:
+        if base in self.weights or base.op == "get_attr":
+            return 0
+        return tensor_bytes(self.values[base])
+
+    def profile(self, part: Part) -> Profile:
+        if part.key not in self.profiles:
+            self.profiles[part.key] = _Kernels(self, part).profile()
+        return self.profiles[part.key]
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """A kernel, or several that are fused.  ``reads`` and ``writes``: the nodes whose memory it reads and writes.
+    ``strided``: those that it does not read in order.  ``size``: elements that it runs over, 0 if it cannot be fused."""
+
+    reads: set[Node]
+    writes: set[Node]
+    strided: set[Node]
+    size: int
+
+
+class _Kernels:
+    """The kernels of one region, in an order in which they can run."""
+
+    def __init__(self, storages: Storages, part: Part) -> None:
+        self.storages, self.part = storages, part
+        self.bases, self.values = storages.bases, storages.values
+        self.outputs = {self.bases[n] for n in part.outputs}
+        nodes = sorted(_between(part), key=storages.position.__getitem__)
+        if storages.fused:
+            nodes = _near_readers(nodes, part.outputs)
+        made = [n for n in nodes if self.bases[n] is n and tensors(self.values[n])]
+        self.readers: dict[Node, list[Node]] = {}
+        for node in made:
+            for base in dict.fromkeys(self.bases[a] for a in _operands(node)):
+                self.readers.setdefault(base, []).append(node)
+        self.alone = {n for n in made if _is_alone(n, self.values)} if storages.fused else set(made)
+        self.kernels = self._lowered(made)
+        if storages.fused:
+            self._fuse()
+
+    def profile(self) -> Profile:
+        nbytes = self._stored()
+        for kernel in self.kernels:
+            kernel.writes &= nbytes.keys()
+        orders = [self.kernels]
+        if self.storages.fused:
+            orders.append(_fewest_first(self.kernels, nbytes, self.outputs))
+        made = [_Made(order, nbytes, self.outputs) for order in orders]
+        chosen = min(made, key=lambda made: made.expected_peak)
+        own = chosen.in_place(self._reused) if self.storages.fused else chosen.expected
+        last = {base: i for i, kernel in enumerate(chosen.order) for base in kernel.reads}
+        return Profile(own=tuple(own), until=tuple(last.get(self.bases[n], -1) for n in self.part.inputs))
+
+    def _reused(self, base: Node) -> object:
+        """What the memory of a value has in common with that of a dead one in which it is stored, None if it is not."""
+        if base in self.alone and _name(base) not in _WITH_OUT:
+            return None
+        return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
+
+    def _lowered(self, made: Sequence[Node]) -> list[_Kernel]:
+        """The kernels before any are fused: one for each value that Inductor realizes."""
+        kernels, inlined = list[_Kernel](), dict[Node, tuple[_Kernel, int]]()
+        for node in made:
+            kernel, ops = _Kernel(set(), {node}, set(), self._size(node)), 1
+            operands = _operands(node)
+            if node in self.alone:
+                kernels += [inlined.pop(b)[0] for b in dict.fromkeys(self.bases[a] for a in operands) if b in inlined]
+            for argument in operands:
+                base = self.bases[argument]
+                read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
+                if _is_cat(node):  # each operand is written to its place by a kernel of its own
+                    kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
+                    kernels.append(kernel)
+                kernel.reads |= read.reads
+                kernel.strided |= read.strided if self._in_order(argument) else read.reads
+                ops += more
+            if not _is_cat(node):
+                if self._is_realized(node, len(kernel.reads), ops):
+                    kernels.append(kernel)
+                else:
+                    inlined[node] = kernel, ops
+        return [*kernels, *(inlined.pop(b)[0] for n in self.part.outputs if (b := self.bases[n]) in inlined)]
+
+    def _is_realized(self, node: Node, reads: int, ops: int) -> bool:
+        if node in self.part.outputs or node in self.alone or not _is_pointwise(node):
+            return True
+        shared = len(self.readers.get(node, ())) > 1
+        return (shared and reads > _MOST_SHARED_READS) or reads > _MOST_READS or ops + reads > _MOST_OPS
+
+    def _size(self, node: Node) -> int:
+        if node in self.alone:
+            return 0
+        sizes = [_elements(self.values[node])]
+        return max(sizes if _is_pointwise(node) else sizes + [_elements(self.values[a]) for a in node.all_input_nodes])
+
+    def _in_order(self, argument: Node) -> bool:
+        """Whether it has the elements of its memory in their order."""
+        while self.bases[argument] is not argument and argument not in self.part.inputs:
+            if _name(argument) not in _IN_ORDER and not _is_result(argument, self.bases):
+                return False
+            argument = argument.all_input_nodes[0]
+        return True
+
+    def _fuse(self) -> None:
+        """Fuse kernels over equally many elements that share memory, most bytes first, where no other has to run between."""
+        users: dict[Node, list[int]] = {}
+        for i, kernel in enumerate(self.kernels):
+            for base in kernel.reads | kernel.writes if kernel.size else ():
+                users.setdefault(base, []).append(i)
+        shared: dict[tuple[int, int], int] = {}
+        for base, sharing in users.items():
+            for pair in combinations(sharing, 2):
+                if self.kernels[pair[0]].size == self.kernels[pair[1]].size:
+                    shared[pair] = shared.get(pair, 0) + tensor_bytes(self.values[base])
+        groups, after = list(self.kernels), _after(self.kernels)
+        for i, j in sorted(shared, key=lambda pair: (-shared[pair], pair)):
+            first, second = groups[i], groups[j]
+            if first is second or first.strided & second.writes or second.strided & first.writes:
+                continue
+            if _runs_between(after, first, second) or _runs_between(after, second, first):
+                continue
+            first.reads |= second.reads
+            first.writes |= second.writes
+            first.strided |= second.strided
+            groups = [first if kernel is second else kernel for kernel in groups]
+            after[first] = (after[first] | after.pop(second)) - {first, second}
+            for following in after.values():
+                if second in following:
+                    following.remove(second)
+                    following.add(first)
+            after[first].discard(first)
+        self.kernels = _sorted([*dict.fromkeys(groups)])
+
+    def _stored(self) -> dict[Node, int]:
+        """The values that are stored, and their bytes: not those that only the kernel reads that makes them."""
+        writers, readers = (_by_node(self.kernels, name) for name in ("writes", "reads"))
+        return {
+            base: self.storages.nbytes(base)
+            for base, kernels in writers.items()
+            if base in self.outputs or len(kernels) > 1 or readers.get(base, set()) != kernels
+        }
+
+
+def _by_node(kernels: Sequence[_Kernel], name: str) -> dict[Node, set[_Kernel]]:
+    found: dict[Node, set[_Kernel]] = {}
+    for kernel in kernels:
+        for base in getattr(kernel, name):
+            found.setdefault(base, set()).add(kernel)
+    return found
+
+
+def _after(kernels: Sequence[_Kernel]) -> dict[_Kernel, set[_Kernel]]:
+    """Kernel -> those that read what it writes."""
+    readers = _by_node(kernels, "reads")
+    return {k: {r for base in k.writes for r in readers.get(base, ()) if r is not k} for k in kernels}
+
+
+def _runs_between(after: Mapping[_Kernel, set[_Kernel]], first: _Kernel, second: _Kernel) -> bool:
+    """Whether another kernel has to run after the first and before the second."""
+    seen, todo = set[_Kernel](), [k for k in after[first] if k is not second]
+    while todo:
+        kernel = todo.pop()
+        if kernel is second:
+            return True
+        if kernel not in seen:
+            seen.add(kernel)
+            todo += after[kernel]
+    return False
+
+
+def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
+    """In an order in which they can run, near the one given."""
+    after = _after(kernels)
+    missing = dict.fromkeys(kernels, 0)
+    for kernel in chain.from_iterable(after.values()):
+        missing[kernel] += 1
+    order, left = list[_Kernel](), list(kernels)
+    while left:
+        kernel = next(k for k in left if not missing[k])
+        left.remove(kernel)
+        order.append(kernel)
+        for reader in after[kernel]:
+            missing[reader] -= 1
+    return order
+
+
+def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> list[_Kernel]:
+    """Next, of the kernels that can run, one with which the fewest bytes are alive."""
+    after, unread, alive = _after(kernels), _by_node(kernels, "reads"), set[Node]()
+    missing = dict.fromkeys(kernels, 0)
+    for kernel in chain.from_iterable(after.values()):
+        missing[kernel] += 1
+    now, most, order, left = 0, 0, list[_Kernel](), list(kernels)
+    while left:
+        sizes = dict[_Kernel, tuple[int, int]]()
+        for kernel in left:
+            if not missing[kernel]:
+                made = sum(nbytes[b] for b in kernel.writes - alive)
+                freed = sum(nbytes[b] for b in kernel.reads & alive if unread[b] == {kernel} and b not in outputs)
+                sizes[kernel] = made, made - freed
+        kernel = min(sizes, key=lambda k: (sizes[k][0] if now + sizes[k][0] > most else 0, sizes[k][1]))
+        most, now = max(most, now + sizes[kernel][0]), now + sizes[kernel][1]
+        left.remove(kernel)
+        order.append(kernel)
+        alive |= kernel.writes
+        for base in kernel.reads:
+            unread[base].discard(kernel)
+        for reader in after[kernel]:
+            missing[reader] -= 1
+    return order
+
+
+class _Made:
+    """The values that kernels make in this order.  ``expected``: their bytes at each kernel by Inductor's estimate, which
+    knows of no value that is overwritten and counts the parts of a concatenation by themselves."""
+
+    def __init__(self, order: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> None:
+        self.order, self.nbytes = order, nbytes
+        self.dying: list[list[Node]] = [[] for _ in order]
+        last = {base: i for i, kernel in enumerate(order) for base in (*kernel.writes, *kernel.reads) if base in nbytes}
+        for base, i in last.items():
+            if base not in outputs:
+                self.dying[i].append(base)
+        self.expected = list[int]()
+        written = {base: i for i, kernel in enumerate(order) for base in kernel.writes}
+        now, alive = 0, set[Node]()
+        for i, kernel in enumerate(order):
+            now += sum(nbytes[b] for b in kernel.writes - alive)
+            alive |= kernel.writes
+            joined = sum(nbytes[b] for b in kernel.writes if _is_cat(b) and written[b] == i)
+            self.expected.append(now + joined)
+            now -= sum(nbytes[b] for b in self.dying[i])
+        self.expected_peak = max(self.expected, default=0)
+
+    def in_place(self, reused: Callable[[Node], object]) -> list[int]:
+        """Their bytes at each kernel, where values overwrite others.
+
+        One is stored in a dead one of its kind even if that died long before, unless more bytes are then expected at
+        the peak.  ``reused``: what is equal for values of one kind.
+        """
+        expected, own = list(self.expected), list[int]()
+        dead: dict[object, list[int]] = {}
+        now, alive = 0, set[Node]()
+        for i, kernel in enumerate(self.order):
+            dying = sorted(self.dying[i], key=lambda b: b.name)
+            own.append(0)
+            for base in sorted(kernel.writes - alive, key=lambda b: (-self.nbytes[b], b.name)):
+                alive.add(base)
+                old = next((b for b in dying if self._overwrites(kernel, base, b)), None)
+                if old is not None:
+                    dying.remove(old)
+                    continue
+                size, ends = self.nbytes[base], dead.get(reused(base))
+                now += size
+                if ends and size + max(expected[ends[-1] + 1 : i], default=0) <= max(self.expected_peak, size):
+                    for k in range(ends.pop() + 1, i):
+                        expected[k] += size
+                        own[k] += size
+            own[i] += now
+            for base in dying:
+                now -= self.nbytes[base]
+                if (kind := reused(base)) is not None:
+                    dead.setdefault(kind, []).append(i)
+        return own
+
+    def _overwrites(self, kernel: _Kernel, new: Node, old: Node) -> bool:
+        alike = self.nbytes[old] == self.nbytes[new] and old not in kernel.strided and old not in kernel.writes
+        return alike and bool(kernel.size) and not (_is_cat(new) or _is_cat(old))
+
+
+def _between(part: Part) -> set[Node]:
+    """The nodes that are computed between a region's inputs and its outputs."""
+    found, todo = set[Node](), [*part.outputs]
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in part.inputs and node.op != "placeholder":
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node]:
+    """Each node as late as it can be, as Inductor's reorder_for_locality moves them."""
+    order, members, seen = list(nodes), set(nodes), set[Node]()
+
+    def move_before(position: int, operands: Iterable[Node]) -> None:
+        for node in operands:
+            if node not in members or node in seen or node.target is operator.getitem:
+                continue
+            if all(user in seen or user not in members for user in node.users):
+                order.remove(node)
+                order.insert(position - 1, node)
+
+    move_before(len(order), outputs)
+    for position in range(len(order) - 1, -1, -1):
+        seen.add(order[position])
+        move_before(position, order[position].all_input_nodes)
+    return order
+
+
+def _operands(node: Node) -> list[Node]:
+    """The nodes whose values a node reads, not only their sizes."""
+    if _name(node) in _READ_NO_VALUES:
+        return []
+    return [n for n in node.all_input_nodes if not (node.target is _COPY and n is node.args[0])]
+
+
+def _elements(value: Any) -> int:
+    return max((t.numel() for t in tensors(value)), default=0)
+
+
+def _name(node: Node) -> str:
+    return str(node.target.overloadpacket.__name__) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _is_cat(node: Node) -> bool:
+    return _name(node) in ("cat", "stack")
+
+
+def _is_result(node: Node, bases: Mapping[Node, Node]) -> bool:
+    """Whether a node is one of the results of an op that returns several."""
+    return node.target is operator.getitem and bases[node] is node.args[0]
+
+
+def _is_pointwise(node: Node) -> bool:
+    target: Any = node.target
+    return _name(node) in _POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def _is_alone(node: Node, values: Values) -> bool:
+    """Whether a node is a kernel by itself, which Inductor does not generate."""
+    used = [t for n in (node, *node.all_input_nodes) for t in tensors(values[n])]
+    if any(t.is_complex() for t in used):
+        return True
+    return not (_is_pointwise(node) or _is_cat(node) or _name(node) in _REDUCTIONS)
