@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import activations
 import gpu
 import methods
 import pytest
@@ -198,6 +199,34 @@ def test_every_label_of_the_charts_is_of_its_rows() -> None:
     assert [step_s for _, way, _, step_s in points if way == "measured"] == [
         pytest.approx(row.ways[CHUNKFLOW].forward_s) for row in readme_table.measured()
     ]
+
+
+def test_measured_activations_on_their_page_are_of_the_records() -> None:
+    """Read from the page, and computed from the JSON as it is; its predictions take a minute: activations.py."""
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in activations.PAGE.read_text()
+        .partition(activations.BEGIN)[2]
+        .partition(activations.END)[0]
+        .splitlines()
+    ][2:]
+    found = [
+        (
+            gpu,
+            case["workload"]["model"],
+            f"`{arm}`",
+            f"{(record['peak_bytes'][arm] - found['weights_device_bytes']) / 2**20:,.0f}",
+        )
+        for page, gpu in activations.GPUS.items()
+        for case in json.loads((BENCHMARKS / f"{page}.json").read_text())["cases"].values()
+        for record in (case["record"],)
+        for arm, found in record["arms"].items()
+        if found["weights_device_bytes"] is not None
+    ]
+    assert [(gpu, model, arm, nbytes) for gpu, model, _, arm, nbytes, *_ in shown] == found
+    for *_, measured_mib, finest, blocks, finest_ratio, blocks_ratio in shown:
+        for mib, ratio in ((finest, finest_ratio), (blocks, blocks_ratio)):
+            assert float(ratio) == pytest.approx(int(mib) / int(measured_mib), abs=0.01)
 
 
 def test_a_changed_row_is_a_stale_readme() -> None:

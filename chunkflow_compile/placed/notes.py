@@ -51,12 +51,11 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
         if wanted in (1, "auto"):
             continue
         split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
-        reasons = {
-            region.info.key: f"{block_type(region.info.block) or 'the model'} is not split: {why}"
-            for region in (cut.whole or cut).regions
-            if block_type(region.info.block) not in split and (why := why_whole(region, wanted))
-        }
-        notes |= dict.fromkeys(reasons.values())
+        whole = {r.info.key: r for r in (cut.whole or cut).regions if block_type(r.info.block) not in split}
+        for region in whole.values():
+            if why := why_whole(region, wanted):
+                blocks = block_type(region.info.block)
+                notes[f"{blocks} are not split: {why}" if blocks else f"the model is not split: {why}"] = None
     return tuple(notes)
 
 

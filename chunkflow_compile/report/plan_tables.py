@@ -115,7 +115,7 @@ def slices_notes(problem: Problem) -> tuple[str, ...]:
         blocks = block_type(region.block)
         slices[blocks] = max(slices.get(blocks, 1), region.repeat)
     return tuple(
-        f"{blocks or 'the model'} {'run' if blocks else 'runs'} in {count} slices of the tokens"
+        f"{f'{blocks} run' if blocks else 'the model runs'} in {count} slices of the tokens"
         for blocks, count in slices.items()
         if count > 1
     )
