@@ -93,10 +93,14 @@ def test_the_budget_of_weights_and_activations_splits() -> None:
         if expected is None:
             with pytest.raises(Exception, match=r"memory=100.0 KiB is too little: .* for activations") as told:
                 check_small(run, twin, "wan", SIZE, range(1))
-            least = chunkflow_compile.units.parse_bytes(str(told.value).rsplit("memory='", 1)[1].split("'")[0], "memory")
+            least = chunkflow_compile.units.parse_bytes(
+                str(told.value).rsplit("memory='", 1)[1].split("'")[0], "memory"
+            )
             continue
         check_small(run, twin, "wan", SIZE, range(2))
         (program,) = chunkflow_compile.programs(model)
         assert repeats(model) == expected
-        assert program.plan.device_bytes + program.problem.live_bytes <= chunkflow_compile.units.parse_bytes(memory, "memory")
+        assert program.plan.device_bytes + program.problem.live_bytes <= chunkflow_compile.units.parse_bytes(
+            memory, "memory"
+        )
     assert least is not None and least < 900 << 10
