@@ -13,7 +13,7 @@ from chunkflow_compile.passes.errors import FindingError
 
 from .slice_graphs import Builder, Slice, part_of, viewed
 from .slice_rules import Boundary, NoRule, Part, shape_of
-from .slices import Phase, Whole, Write, check_alignment, fake_mode, layout_of
+from .slices import Phase, Write, fake_mode, layout_of
 
 
 def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collection[int] | None = None) -> None:
@@ -109,10 +109,6 @@ def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTenso
     for node, part in [*zip(phase.inputs, phase.slices, strict=True), *((w.value, w.slice) for w in phase.writes)]:
         if part is not None and not _is_inside(node, part, phase.repeat):
             _wrong(number, f"takes a slice of {node} that is not in it")
-        try:
-            check_alignment(node, part, phase.repeat)
-        except Whole as error:
-            _wrong(number, f"takes slices that are not aligned: {error}")
     if not phase.writes and phase.repeat != 1:
         _wrong(number, "is repeated and returns its results")
     last = [n for n in phase.module.graph.nodes if n.op == "call_function"]

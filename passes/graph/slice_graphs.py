@@ -15,6 +15,9 @@ from torch.fx.node import map_aggregate
 from .discover import is_view
 from .slice_rules import NoRule, Operand, Part, Sliced, is_attention, is_light, is_reshape, op_name, shape_of, sliced
 
+# Bytes to which Inductor expects its inputs to be aligned (torch._inductor.utils.ALIGNMENT).
+ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -311,10 +314,18 @@ def depends_on(node: Node, inputs: Collection[Node]) -> bool:
 
 
 def part_of(node: Node, part: Slice | None, fake: FakeTensorMode | None) -> Any:
-    """The metadata of a node, or of a slice of it."""
+    """The metadata of a node, or of a slice of it.
+
+    Where slices start between the addresses that kernels expect, it has an offset, so that Inductor does not read vectors.
+    """
     value = node.meta["val"]
     if part is None or fake is None:
         return value
-    shape = [part.size if d == part.dim else n for d, n in enumerate(value.shape)]
+    shape, strides = [part.size if d == part.dim else n for d, n in enumerate(value.shape)], value.stride()
+    step = value.element_size() * strides[part.dim]
+    offset = int(part.offset * step % ALIGNMENT > 0 or part.size * step % ALIGNMENT > 0)
+    elements = offset + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     with fake:
-        return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
+        if not offset:
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        return torch.empty(elements, dtype=value.dtype, device=value.device).as_strided(shape, strides, offset)

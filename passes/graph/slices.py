@@ -34,10 +34,7 @@ from .sizes import symbols_of
 from .slice_graphs import Builder, Slice, Walk, depends_on, is_view_of_input, viewed
 from .slice_rules import Boundary, NoRule, Part, is_reshape, op_name, shape_of
 
-__all__ = ["Phase", "Slice", "Whole", "Write", "check_alignment", "fake_mode", "layout_of", "phases"]
-
-# Bytes to which the slices of a value are aligned: kernels that read whole vectors need it.
-ALIGNMENT = 16
+__all__ = ["Phase", "Slice", "Whole", "Write", "fake_mode", "layout_of", "phases"]
 
 
 class Whole(ChunkflowError):
@@ -342,8 +339,6 @@ def _build(group: Iterable[tuple[_Root, _Piece]], builder: Builder) -> _Build:
         results.append((root.node, made, None if whole or part is None else Slice(part.dim, part.start, part.count)))
     if any(taken is not None or layout_of(made.meta["val"]) != layout_of(n.meta["val"]) for n, made, taken in results):
         results = [(n, made, taken or Slice(0, 0, shape_of(n)[0])) for n, made, taken in results]
-    for node, taken in [*builder.found.taken, *((n, taken) for n, _, taken in results)]:
-        check_alignment(node, taken, repeat)
     return _Build(builder, repeat, results)
 
 
@@ -362,19 +357,6 @@ def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int])
         found.append(build.finished(module, over))
         fixed |= {n for n, _ in build.taken}
     return tuple(reversed(found))
-
-
-def check_alignment(node: Node, part: Slice | None, repeat: int) -> None:
-    """Raise Whole if the slices of a node start at addresses that kernels do not expect."""
-    if part is None:
-        return
-    value = node.meta["val"]
-    step = value.element_size() * value.stride(part.dim)
-    if part.offset * step % ALIGNMENT or (repeat > 1 and part.size * step % ALIGNMENT):
-        raise Whole(
-            f"Slices of {part.size * step} bytes of {node}, from byte {part.offset * step} on, are not aligned to "
-            f"{ALIGNMENT} bytes."
-        )
 
 
 def layout_of(value: torch.Tensor) -> tuple[object, ...]:
