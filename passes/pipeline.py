@@ -223,6 +223,11 @@ def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
     return cut(finest.traced, discovery, group_bytes, dissolve_views=views, groups=groups)
 
 
+def whole_blocks(finest: Cut, settings: Settings) -> Cut:
+    """The cut with one region for each block that no collective divides, and no weight packed."""
+    return _grouped(finest, grouped(finest, None), settings)
+
+
 def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[Problem], Plan]) -> Cut:
     """The cut with its blocks in slices of their tokens, where ``settings`` ask for it, or the budget needs it.
 
@@ -232,14 +237,13 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
     budget, plan = goal.activations and goal.memory is not None, settings.plan
     if wanted == 1 or (wanted == "auto" and not budget and (plan is None or plan.problem == chosen.problem.digest)):
         return chosen
-    blocks = _grouped(finest, grouped(finest, None), settings)
 
     def form(cut: Cut) -> Cut:
         return packed(cut, chosen.packed & packable(cut))
 
     if wanted != "auto":
-        return form(split_into(blocks, wanted))
-    cuts = chain([chosen], map(form, splits(blocks)))
+        return form(split_into(whole_blocks(finest, settings), wanted))
+    cuts = chain([chosen], map(form, splits(whole_blocks(finest, settings))))
     if plan is not None:
         return next((cut for cut in cuts if cut.problem.digest == plan.problem), chosen)
     return best_split(cuts, lambda cut: planned(cut.problem))

@@ -12,12 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import activations
 import gpu
 import methods
 import pytest
 import readme_gpus
 import readme_table
 import torch
+from helpers import Block, InTurn, cut_of
 from methods import (
     BENCHMARKS,
     CHART,
@@ -41,6 +43,7 @@ from methods import (
 from readme_table import README, chart_data, digest, written
 
 from chunkflow_compile.catalog.presets import Workload, preset
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 
 NAMES = {title: model for model, title in MODELS.items()}
@@ -200,6 +203,34 @@ def test_every_label_of_the_charts_is_of_its_rows() -> None:
     ]
 
 
+def test_measured_activations_on_their_page_are_of_the_records() -> None:
+    """Read from the page, and computed from the JSON as it is; its predictions take a minute: activations.py."""
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in activations.PAGE.read_text()
+        .partition(activations.BEGIN)[2]
+        .partition(activations.END)[0]
+        .splitlines()
+    ][2:]
+    found = [
+        (
+            gpu,
+            case["workload"]["model"],
+            f"`{arm}`",
+            f"{(record['peak_bytes'][arm] - found['weights_device_bytes']) / 2**20:,.0f}",
+        )
+        for page, gpu in activations.GPUS.items()
+        for case in json.loads((BENCHMARKS / f"{page}.json").read_text())["cases"].values()
+        for record in (case["record"],)
+        for arm, found in record["arms"].items()
+        if found["weights_device_bytes"] is not None
+    ]
+    assert [(gpu, model, arm, nbytes) for gpu, model, _, arm, nbytes, *_ in shown] == found
+    for *_, measured_mib, finest, blocks, finest_ratio, blocks_ratio in shown:
+        for mib, ratio in ((finest, finest_ratio), (blocks, blocks_ratio)):
+            assert float(ratio) == pytest.approx(int(mib) / int(measured_mib), abs=0.01)
+
+
 def test_a_changed_row_is_a_stale_readme() -> None:
     """Another time, budget, number of forwards or form of the timestep: the README and the charts differ."""
     rows, text = readme_gpus.planned(), README.read_text()
@@ -211,6 +242,20 @@ def test_a_changed_row_is_a_stale_readme() -> None:
     ):
         others = [changed if each is row else each for each in rows]
         assert written(text, others) != text and digest(others) != digest(rows)
+
+
+def test_a_row_is_planned_with_the_activations_of_compiled_code() -> None:
+    """Of whole blocks, or of slices if the budget needs them: in the least budget it runs, in less it does not."""
+    row = readme_gpus.Planned("flux.1-dev")
+    row.__dict__["traced"] = cut_of(InTurn(Block(64, 512) for _ in range(2)), torch.randn(1, 4096, 64)).traced
+    row.__dict__["others"] = [readme_gpus.Part(weights=64, small=64, activations=64, grouped=64)]
+    machine = load_profile("rtx-4090-pcie")
+    whole, *slices = (cut.problem.live_bytes for cut in row.cuts)
+    assert row.activations == whole > min(slices) and row.least < whole + row.kept
+    assert row.group_offload(machine).nbytes >= whole
+    assert row.forward_s(machine, 4 * whole) <= row.forward_s(machine, row.least)
+    with pytest.raises(ChunkflowError, match="is too little"):
+        row.forward_s(machine, row.least - 4096)
 
 
 def test_every_case_of_the_page_is_planned() -> None:

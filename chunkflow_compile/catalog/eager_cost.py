@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,13 +25,15 @@ class EagerCost:
     """Of one call.  ``weights``: bytes of the model; ``small``: of its weights below the default ``min_bytes``, which stay on
     the device.  ``activations``: most bytes alive at once beside them, inputs included;
     a compiled call, which fuses ops, takes less, and workspaces of kernels are not counted.  ``flops``; ``traffic``: bytes
-    that ops read and write."""
+    that ops read and write.  ``passes``: how often it calls the largest part of the model, such as the decoder of a VAE that
+    decodes chunks of frames one after the other."""
 
     weights: int
     small: int
     activations: int
     flops: int
     traffic: int
+    passes: int = 1
 
     def seconds(self, hardware: Hardware) -> float:
         """Of products, and of all that ops read and write, one after the other."""
@@ -43,15 +47,24 @@ def eager_cost(build: Build, dtype: torch.dtype, method: str = "__call__") -> Ea
         call = getattr(model.eval(), method)
         weights = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
         live, counter = _LiveBytes(set(weights)), FlopCounterMode(display=False)
+        calls = Counter[nn.Module]()
+        for part in model.children():
+            part.register_forward_hook(lambda part, *_: calls.update([part]))
         with counter, live:
             call(**inputs)
+        passes = max(((_bytes(part), count) for part, count in calls.items()), default=(0, 1))[1]
     return EagerCost(
         weights=sum(weights.values()),
         small=sum(nbytes for nbytes in weights.values() if nbytes < DEFAULT_MIN_BYTES),
         activations=live.most,
         flops=counter.get_total_flops(),
         traffic=live.traffic,
+        passes=passes,
     )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -106,18 +106,26 @@ def _components(
         key, call = preset_call(transformer, 1, sizes, DEFAULT_MIN_BYTES, None, 1)
         traced = replace(trace_entry(key).get(call), fused=fused)
         cut = make_cut(traced)
-        build = partial(transformer.build, sizes, torch.device("cpu"))
-        cost = kept_cost(key, partial(eager_cost, build, torch.bfloat16))
-    halves = split(traced) if hoist else None
+    halves, nbytes = split(traced) if hoist else None, [weight.nbytes for weight in cut.problem.weights]
     for expert in range(pipeline.experts):  # each takes its share of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
-        yield replace(_component(name, cost, mine * transformer.forwards, cut), halves=halves)
+        yield Component(
+            name=name,
+            weights=sum(nbytes),
+            small=sum(n for n in nbytes if n < DEFAULT_MIN_BYTES),
+            activations=None,
+            calls=mine * transformer.forwards,
+            cut=cut,
+            halves=halves,
+        )
     with progress.phase("decoding"):
         decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
         decode = partial(pipeline.vae_and_latents, sizes)
         cost = kept_cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
-    yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
+    # a decoder that keeps frames runs once for each chunk of them
+    vae = _component("vae", cost, cost.passes)
+    yield replace(vae, seconds=cost.seconds(hardware) / cost.passes, tileable=not pipeline.tiled)
 
 
 def kept_cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:

@@ -13,9 +13,10 @@ from torch._dynamo.utils import compilation_time_metrics
 
 from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.pipeline.budget import budget_of
-from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
+from chunkflow_compile.placed.notes import activation_note, hoisting_notes, packing_notes, splitting_notes
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.placement import Placement, placements_of
 from chunkflow_compile.report.calls import call_figures
@@ -59,7 +60,8 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         profiled = is_of_machine(plan.hardware, bound.arena.device)
         explanation = explain_plan(plan, measured(plan, bound.measurements), what, profiled)
         explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
-        return of_model(explanation, dict.fromkeys(note for program in ran for note in program.notes))
+        notes = dict.fromkeys(note for program in ran for note in program.notes)
+        return of_model(explanation, notes, [call.cut.problem for call in bound.calls])
     # of the newest size, and outside cycles
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
@@ -75,19 +77,24 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         explanation = explain_plan(newest.plan, times, f"a call of {_name(newest)}", profiled)
         part = _part(newest, [*parts.values()], bool(running), profiled)
         explanation = replace(explanation, part=part)
-    return of_model(explanation, newest.notes)
+    return of_model(explanation, newest.notes, [program.program.problem for program, _ in parts.values()])
 
 
-def _of_model(model: nn.Module, details: bool, explanation: Explanation, notes: Iterable[str]) -> Explanation:
-    """The same, with what is known of the model itself.  ``notes``: of its programs."""
+def _of_model(
+    model: nn.Module, details: bool, explanation: Explanation, notes: Iterable[str], problems: Iterable[Problem]
+) -> Explanation:
+    """The same, with what is known of the model itself.  ``notes``, ``problems``: of its programs."""
+    peak, rows = _peak(placements_of(model)), sum(placement.row_bytes for placement in placements_of(model))
+    measured = None if peak is None else max(0, peak - explanation.device_bytes - rows)
+    activations = activation_note(max(problem.live_bytes for problem in problems), measured)
     return replace(
         explanation,
         details=details,
-        peak_bytes=_peak(placements_of(model)),
-        row_bytes=sum(placement.row_bytes for placement in placements_of(model)),
+        peak_bytes=peak,
+        row_bytes=rows,
         host_bytes=sum(placement.store.held_bytes for placement in placements_of(model)),
         unstreamed=why_nothing_streams(model),
-        notes=(*notes, *packing_notes(model), *hoisting_notes(model)),
+        notes=(*notes, activations, *splitting_notes(model), *packing_notes(model), *hoisting_notes(model)),
         first_step=first_step_phases(compilation_time_metrics),
     )
 

@@ -19,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
+from chunkflow_compile.placed.notes import activation_note, hoisting_notes, packing_notes, splitting_notes
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.placed.replan import replan
@@ -178,7 +178,10 @@ class Phase:
         predicted, measured = self._predicted(), self.seconds(wait=True)
         hardware = next((program.plan.hardware for program, _ in self._newest()), None)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
-        notes |= dict.fromkeys((*packing_notes(self.root), *hoisting_notes(self.root)))
+        notes |= dict.fromkeys((*splitting_notes(self.root), *packing_notes(self.root), *hoisting_notes(self.root)))
+        activations = max(0, self.activations - small) or None
+        if activations is not None and (problems := [program.program.problem for program, _ in self._newest()]):
+            notes[activation_note(max(problem.live_bytes for problem in problems), activations)] = None
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(
@@ -187,7 +190,7 @@ class Phase:
             weights=sum(leaf.nbytes for leaf in self.weights),
             streamed=self.streamed,
             on_device=self.kept + (self.arena.held if first is self else 0),
-            activations=max(0, self.activations - small) or None,
+            activations=activations,
             calls=self.calls,
             predicted_s=predicted,
             measured_s=measured,
@@ -198,6 +201,7 @@ class Phase:
             profiled=hardware is None or is_of_machine(hardware, self.arena.device),
             unstreamed=why_nothing_streams(self.root),
             notes=tuple(notes),
+            tileable=hasattr(self.root, "enable_tiling") and not getattr(self.root, "use_tiling", False),
         )
 
     def _per_call(self, figure: str) -> float | None:

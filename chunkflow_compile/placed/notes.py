@@ -1,4 +1,4 @@
-"""What is packed and what is hoisted of a placed model, in sentences."""
+"""What is packed, hoisted and split of a placed model, and the activations that it takes, in sentences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections import Counter
 import torch
 from torch import nn
 
+from chunkflow_compile.passes.graph.split import why_whole
+from chunkflow_compile.placed.offload import programs
 from chunkflow_compile.placed.placement import placements_of
+from chunkflow_compile.report.plan_tables import block_type, slices_notes
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_buffer import Form
 
@@ -37,3 +40,25 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
             if programs := [program for each, program in placement.tables if each is preamble]:
                 notes.append(preamble.note(programs))
     return tuple(notes)
+
+
+def splitting_notes(model: nn.Module) -> tuple[str, ...]:
+    """Into how many slices the blocks of a placed model are split, and why others are whole where the user wants slices."""
+    notes = dict[str, None]()
+    for program in programs(model):
+        wanted, cut = program.code.settings.goal.split, program.code.cut
+        notes |= dict.fromkeys(slices_notes(cut.problem))
+        if wanted in (1, "auto"):
+            continue
+        split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
+        whole = {r.info.key: r for r in (cut.whole or cut).regions if block_type(r.info.block) not in split}
+        for region in whole.values():
+            if why := why_whole(region, wanted):
+                blocks = block_type(region.info.block)
+                notes[f"{blocks} are not split: {why}" if blocks else f"the model is not split: {why}"] = None
+    return tuple(notes)
+
+
+def activation_note(predicted: int, measured: int | None) -> str:
+    """The most bytes of activations.  ``measured``: None where nothing counts them."""
+    return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

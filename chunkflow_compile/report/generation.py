@@ -11,7 +11,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.units import size
 
 from .pictures import new_axes, save_figure
-from .record import fitted, seconds
+from .record import fitted, prose, seconds, tiling_sentence
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
 # What a way of which the name says too little is called.
@@ -23,7 +23,8 @@ class PhaseMemory:
     """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of the weights of its
     component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last
     if its weights return to the host then, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights,
-    None if it runs eagerly or under group offload."""
+    None if it runs eagerly or under group offload.  ``tileable``: whether it would take fewer bytes with ``enable_tiling``.
+    ``notes``: on what runs."""
 
     name: str
     weights: int
@@ -33,6 +34,8 @@ class PhaseMemory:
     loading_s: float = 0.0
     host: int = 0
     plan: Plan | None = None
+    tileable: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -40,8 +43,8 @@ class PhaseMemory:
 
     @property
     def figures(self) -> dict[str, object]:
-        """All but the plan."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
+        """All but the plan, and what is said in sentences."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable", "notes")}
 
 
 # The phases of a generation, in one way to run it.
@@ -107,7 +110,11 @@ def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> 
     ]
     ours = ("chunkflow", "calls", "weights on the GPU", "activations", "together", "per call")
     said = f"\n\nfits: compared with {limits}" if limits.nbytes else ""
-    return f"{fitted(ways, head + ['fits'] * bool(limits.nbytes))}{said}\n\n{fitted(mine, ours)}"
+    sentences = [f"{p.name}: {note}" for p in generations["chunkflow"] for note in p.notes]
+    if (worst := max(generations["chunkflow"], key=lambda p: p.activations)).tileable:
+        sentences.append(tiling_sentence(worst.name))
+    notes = "".join(f"\n\n{prose(text)}" for text in sentences)
+    return f"{fitted(ways, head + ['fits'] * bool(limits.nbytes))}{said}\n\n{fitted(mine, ours)}{notes}"
 
 
 def draw_generation(

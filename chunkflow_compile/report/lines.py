@@ -130,7 +130,7 @@ def _region(
         like=info.key,
         region=info.index,
     )
-    taken = zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
+    taken = zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=False)  # then destinations
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):

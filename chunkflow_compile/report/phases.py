@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.units import size
 
-from .record import is_far, profile_does_not_fit, prose, seconds, without_profile
+from .record import is_far, profile_does_not_fit, prose, seconds, tiling_sentence, without_profile
 from .summary import Summary, advice
 
 
@@ -19,8 +19,8 @@ class PhaseFigures:
     seconds of a call, by its plan for ``hardware``.  ``measured_s``: median seconds of its calls, from beginning to return.
     ``stalled_s``: seconds of them in which compute waited for weights; ``moved``: bytes that a call copied to the device.
     ``retries``: calls that ran out of memory and ran again.  ``notes``: on what was compiled.  ``profiled``: whether
-    ``hardware`` is a profile of this machine.  ``unstreamed``: why no weight streams, empty if one does.  None where a figure
-    is not known."""
+    ``hardware`` is a profile of this machine.  ``unstreamed``: why no weight streams, empty if one does.  ``tileable``:
+    whether its calls would take fewer bytes with ``enable_tiling``.  None where a figure is not known."""
 
     name: str
     model: str
@@ -38,6 +38,7 @@ class PhaseFigures:
     profiled: bool = True
     unstreamed: str = ""
     notes: tuple[str, ...] = ()
+    tileable: bool = False
 
     @property
     def shown_s(self) -> float | None:
@@ -124,6 +125,9 @@ class PipelineFigures:
             times = "once" if p.retries == 1 else f"{p.retries} times"
             lines.append(f"{p.name} ran out of memory {times}; weights gave way.")
         lines += [prose(f"{p.name}: {note}") for p in self.phases for note in p.notes]
+        worst = max(phases, key=lambda p: p.activations or 0)
+        if worst.activations and worst.tileable:
+            lines.append(prose(tiling_sentence(worst.name)))
         return "\n".join(lines)
 
 

@@ -111,6 +111,25 @@ def hoisting_sentence(hoisted: HoistingFigures) -> str:
     )
 
 
+def slices_notes(problem: Problem) -> tuple[str, ...]:
+    """Into how many slices the blocks of each type are split, a sentence for each; those that are whole are left out."""
+    slices = dict[str, int]()
+    for region in problem.regions:
+        blocks = block_type(region.block)
+        slices[blocks] = max(slices.get(blocks, 1), region.repeat)
+    return tuple(
+        f"{f'{blocks} run' if blocks else 'the model runs'} in {count} slices of the tokens"
+        for blocks, count in slices.items()
+        if count > 1
+    )
+
+
+def block_type(block: str) -> str:
+    """The list that a block is in, such as ``blocks`` for ``blocks.3``."""
+    name, _, number = block.rpartition(".")
+    return name if number.isdecimal() else block
+
+
 def peers_sentence(problem: Problem) -> str:
     """How many weights are in pieces on the GPUs of the ranks, and their bytes; empty if none is."""
     pieces = [w for w in problem.weights if w.source.sharded]

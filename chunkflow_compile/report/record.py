@@ -256,3 +256,11 @@ def _share(part: int | None, whole: int | None) -> str:
     if part is None or not whole:
         return "-"
     return f"{size(part)} ({100 * part / whole:.1f} %)"
+
+
+def tiling_sentence(name: str) -> str:
+    """Where a VAE takes the most activations of a pipeline.  ``name``: of the VAE in it."""
+    return (
+        f"The activations of {name} determine the minimum of GPU memory: pipe.{name}.enable_tiling() decodes in tiles, which "
+        "takes less."
+    )

@@ -26,7 +26,6 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from chunkflow_compile.catalog.eager_cost import eager_cost
 from chunkflow_compile.catalog.families import FAMILIES, Family
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Shape, Timestep
@@ -68,9 +67,9 @@ class Admission:
 
     ``step_s``: predicted seconds of a denoising step, both branches of guidance; ``total_s``: of all steps, and of the newest
     call of every other component as far as it was measured.  ``device_bytes``: most bytes on the device, of which
-    ``activation_bytes`` are the transformer's activations (an estimate of eager ops; 0 on a CPU, which counts none).
-    ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``compile``.  ``reason``:
-    why it does not fit, empty if it does.
+    ``activation_bytes`` are the transformer's activations (those alive in its compiled regions; 0 on a CPU, which counts
+    none).  ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``compile``.
+    ``reason``: why it does not fit, empty if it does.
     """
 
     fits: bool
@@ -295,7 +294,7 @@ class Admitter:
 
     def trace(self, shape: Shape) -> _Forecast:
         """The transformer at three numbers of tokens."""
-        problems, activations, tokens = list[Problem](), list[int](), list[int]()
+        problems, tokens = list[Problem](), list[int]()
         halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
         for times in _EDGES if halves else _FROM_HERE:
             at = replace(shape, height=int(shape.height * times), width=int(shape.width * times))
@@ -306,8 +305,8 @@ class Admitter:
             weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
             problems.append(replace(problem, weights=tuple(weights)))
             tokens.append(_tokens(at))
-            activations.append(eager_cost(build, self.dtype).activations if self.counted else 0)
-        return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), tuple(activations))
+        activations = tuple(problem.live_bytes if self.counted else 0 for problem in problems)
+        return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), activations)
 
 
 def _answer() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -15,10 +14,12 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack
-from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
-from chunkflow_compile.passes.placement.choice import to_pack
+from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory
+from chunkflow_compile.passes.placement.splitting import splits
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
+from chunkflow_compile.report.plan_tables import slices_notes
 from chunkflow_compile.units import enough, size
 
 from .group_offload import play_group_offload, there_and_back_s
@@ -26,35 +27,41 @@ from .group_offload import play_group_offload, there_and_back_s
 # Two of the ways by the calls of diffusers that they stand for.  Model offload moves a whole component there and back, too.
 MODEL_OFFLOAD = "model offload (enable_model_cpu_offload)"
 GROUP_OFFLOAD = "group offload, two blocks (enable_group_offload)"
+# Whether weights are packed in the smallest form of a component, by its option.
+_PACKS: Mapping[Pack, Sequence[bool]] = {False: (False,), True: (True,), "auto": (False, True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``small``: those of its weights that stay on the
-    device while other components run.  ``cut``: of its compiled call; None for one that runs eagerly, whose calls take
-    ``seconds``.  ``pack``: whether weights are packed where it is planned.  ``calls``: in a generation, one after another.
-    ``halves``: those of its graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned."""
+    """A component of a pipeline.  ``weights``: bytes.  ``small``: those of its weights that stay on the device while other
+    components run.  ``activations``: bytes of an eager call; None for those that are alive in the regions of a compiled one.
+    ``cut``: the finest one of its compiled call; None for one that runs eagerly, whose calls take ``seconds``.  ``pack``:
+    whether weights are packed where it is planned.  ``calls``: in a generation, one after another.  ``halves``: those of its
+    graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned.  ``tileable``: see
+    PhaseMemory."""
 
     name: str
     weights: int
     small: int
-    activations: int
+    activations: int | None
     calls: int
     cut: Cut | None = None
     seconds: float = 0.0
     pack: Pack = False
     hoist: Hoist = False
     halves: Halves | None = None
+    tileable: bool = False
 
-    @property
-    def all_packed(self) -> Cut | None:
-        return self.cut and packed(self.cut, packable(self.cut))
+    def goal(self, room: int) -> Goal:
+        """For so many bytes of weights and activations."""
+        return Goal(memory=max(0, room - (self.activations or 0)), activations=self.activations is None, pack=self.pack)
 
-    def packed_for(self, settings: Settings) -> Cut | None:
-        """With the weights packed that ``pack`` asks for."""
-        if self.cut is None or self.pack != "auto":
-            return self.all_packed if self.pack else self.cut
-        return packed(self.cut, to_pack(self.cut, partial(make_plan, settings=settings)))
+    def alive(self, problem: Problem | None) -> int:
+        """Bytes of activations in a call of this problem, None if it runs eagerly."""
+        if self.activations is not None:
+            return self.activations
+        assert problem is not None, "it is compiled"
+        return problem.live_bytes
 
 
 def generations(components: Sequence[Component], hardware: Hardware, budget: int) -> Mapping[str, Generation]:
@@ -63,7 +70,8 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
     total = sum(c.weights for c in components)
     rate = hardware.shared_by(1).copy_rate
     resident = Settings(hardware=hardware, goal=Goal(policy="resident"))
-    plain = [replace(_phase(c, resident), weights=total) for c in components]
+    whole = [c if c.cut is None else replace(c, cut=whole_blocks(c.cut, resident)) for c in components]
+    plain = [replace(_phase(c, resident), weights=total) for c in whole]
     moved_s = {c.name: there_and_back_s(c.weights, hardware) for c in components}
     singly = [
         replace(p, weights=c.weights, host=c.weights, loading_s=moved_s[p.name])
@@ -79,19 +87,24 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
 
     def planned(c: Component) -> PhaseMemory:
         others = _small_of_others(c, components)
-        room = usable(budget) - c.activations - others
-        if c.cut is None and c.weights > room:
+        room = usable(budget) - others
+        if c.cut is None and c.weights + c.alive(None) > room:
             raise _too_little(c, others, hardware, budget)
-        settings = Settings(hardware=hardware, goal=Goal(memory=max(0, room)))
-        forms = [partial(_planned, c, settings)] if c.hoist is not True or c.halves is None else []
-        forms += [partial(_hoisted, c, settings)] if c.hoist and c.halves is not None else []
+        settings = Settings(hardware=hardware, goal=c.goal(room))
+        packs = (c.pack, False, True) if c.pack == "auto" else (c.pack,)  # "auto" chooses among whole blocks
         found, refused = list[PhaseMemory](), list[ChunkflowError]()
-        for form in forms:
-            try:
-                found.append(form())
-            except ChunkflowError as error:
-                refused.append(error)
-        if not found:
+        for pack in packs:
+            form = replace(settings, goal=replace(settings.goal, pack=pack))
+            ways = [_planned] if c.hoist is not True or c.halves is None else []
+            ways += [_hoisted] if c.hoist and c.halves is not None else []
+            for way in ways:
+                try:
+                    found.append(way(c, form))
+                except ChunkflowError as error:
+                    refused.append(error)
+            if found:
+                break
+        else:
             raise _too_little(c, others, hardware, budget) from refused[0]
         phase = min(found, key=lambda p: p.loading_s + p.calls * p.seconds)
         # a phase begins cold
@@ -101,26 +114,25 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
     return {
         "plain": plain,
         MODEL_OFFLOAD: singly,
-        GROUP_OFFLOAD: [blocks(c) for c in components],
+        GROUP_OFFLOAD: [blocks(c) for c in whole],
         "chunkflow": [planned(c) for c in components],
     }
 
 
 def _planned(c: Component, settings: Settings) -> PhaseMemory:
     """A phase whose whole component runs in each call."""
-    cut = c.packed_for(settings)
-    host = c.weights if cut is None else cut.problem.total_bytes
-    return replace(_phase(replace(c, cut=cut), settings), host=host)
+    if c.cut is None:
+        return replace(_phase(c, settings), host=c.weights)
+    cut = choose_cut(c.cut.traced, settings)
+    return replace(_phase(replace(c, cut=cut), settings), host=cut.problem.total_bytes)
 
 
 def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
     """A phase before which the rows of all its calls are computed.  Raises ChunkflowError if they do not fit the budget."""
     assert c.halves is not None
     hoisting = plan_halves(c.halves, settings)
-    main = replace(c, cut=make_cut(c.halves.main))
-    cut = main.packed_for(hoisting.main)
-    assert cut is not None
-    phase = _phase(replace(main, cut=cut), hoisting.main)
+    cut = choose_cut(c.halves.main, hoisting.main)
+    phase = _phase(replace(c, cut=cut), hoisting.main)
     host = cut.problem.total_bytes + c.halves.hoisted_bytes
     weights = phase.weights + hoisting.main.outside
     return replace(phase, weights=weights, host=host, loading_s=hoisting.figures.fill_s)
@@ -137,25 +149,33 @@ def _small_of_others(component: Component, components: Sequence[Component]) -> i
 
 
 def _needed(component: Component, others: int, hardware: Hardware) -> int:
-    forms = [component.all_packed if component.pack is True else component.cut]
-    if component.pack == "auto":
-        forms.append(component.all_packed)
-    least = [least_memory(cut.problem, hardware, DEFAULT_CHUNK_BYTES) for cut in forms if cut is not None]
-    return budget_for(min(least, default=component.weights) + others + component.activations)
+    return budget_for(others + _least(component, hardware)[0])
+
+
+def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
+    """The least bytes of weights and activations with which a component runs, and those of activations."""
+    if c.cut is None:
+        return c.weights + c.alive(None), c.alive(None)
+    cuts = [c.cut]
+    if c.activations is None:
+        cuts += splits(whole_blocks(c.cut, Settings(hardware=hardware)))
+    forms = [packed(cut, packable(cut)) if pack else cut for cut in cuts for pack in _PACKS[c.pack]]
+    found = [(form.problem, c.alive(form.problem)) for form in forms]
+    return min((least_memory(p, hardware, DEFAULT_CHUNK_BYTES) + alive, alive) for p, alive in found)
 
 
 def _too_little(component: Component, others: int, hardware: Hardware, budget: int) -> ChunkflowError:
-    least = _needed(component, others, hardware)
+    least, alive = _least(component, hardware)
+    needed = budget_for(others + least)
     return ChunkflowError(
-        f"memory={size(budget)} is too little for {component.name}: its activations take up to "
-        f"{size(component.activations)}, and with the least of its weights it needs {size(least)}. "
-        f"Give memory={enough(least)!r} or more."
+        f"memory={size(budget)} is too little for {component.name}: its activations take up to {size(alive)}, and with the "
+        f"least of its weights it needs {size(needed)}. Give memory={enough(needed)!r} or more."
     )
 
 
 def _phase(component: Component, settings: Settings) -> PhaseMemory:
     """A phase, planned under ``settings`` unless it runs eagerly."""
-    weights, seconds, plan = component.weights, component.seconds, None
+    weights, seconds, plan, problem = component.weights, component.seconds, None, None
     if component.cut is not None:
         problem = component.cut.problem
         plan = make_plan(problem, settings)
@@ -164,8 +184,10 @@ def _phase(component: Component, settings: Settings) -> PhaseMemory:
     return PhaseMemory(
         name=component.name,
         weights=weights,
-        activations=component.activations,
+        activations=component.alive(problem),
         calls=component.calls,
         seconds=seconds,
         plan=plan,
+        tileable=component.tileable,
+        notes=() if problem is None else slices_notes(problem),
     )

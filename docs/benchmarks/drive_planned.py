@@ -32,7 +32,7 @@ DEGREES = (1, 2, 8)
 DRIVES = (3e9, 7e9, 14e9)
 # The share of the weights of one expert in host memory.
 SHARE = 0.5
-# For weights on the device: a GPU of 24 GiB, less the activations of this size and the reserve of torch.
+# For weights on the device: half of a GPU of 24 GiB, so that half of the weights stream.  Activations take 2 GiB.
 BUDGET = 12 << 30
 CHUNK = 16 << 20
 

@@ -17,14 +17,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -172,13 +169,7 @@ def plan(workload: Workload, ranks: int) -> list[Row]:
     """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
     known = preset(workload.model)
     cut = make_cut(transformer_traced(known, workload.sizes, ranks), GROUP_BYTES)
-    # those of a rank are of its part of the tokens
-    activations = transformer_cost(known, workload.sizes).activations // ranks
-    return [
-        _on(workload, cut, activations, gpus)
-        for each, gpus in cases()
-        if each == workload and GPUS[gpus].ranks == ranks
-    ]
+    return [_on(workload, cut, gpus) for each, gpus in cases() if each == workload and GPUS[gpus].ranks == ranks]
 
 
 def transformer_traced(known: Preset, sizes: OutputSizes, ranks: int) -> Traced:
@@ -187,15 +178,9 @@ def transformer_traced(known: Preset, sizes: OutputSizes, ranks: int) -> Traced:
     return replace(trace_entry(key).get(trace), fused=True)
 
 
-def transformer_cost(known: Preset, sizes: OutputSizes) -> EagerCost:
-    """The memory of a transformer in eager mode, in bfloat16; kept in the user's cache folder."""
-    key, _ = preset_call(known, 1, sizes, DEFAULT_MIN_BYTES, None, 1)
-    build = partial(known.build, sizes, torch.device("cpu"))
-    return kept_cost(key, partial(eager_cost, build, torch.bfloat16))
-
-
-def _on(workload: Workload, cut: Cut, activations: int, gpus: str) -> Row:
+def _on(workload: Workload, cut: Cut, gpus: str) -> Row:
     hardware, ranks, problem = load_profile(GPUS[gpus].profile), GPUS[gpus].ranks, cut.problem
+    activations = problem.live_bytes
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
     group = play_group_offload(problem, hardware)
     ways = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -30,7 +30,6 @@ from methods import (
     MODELS,
     PLAIN,
     Way,
-    transformer_cost,
     transformer_traced,
 )
 from torch import nn
@@ -51,8 +50,11 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.placement.place import least_memory, place
+from chunkflow_compile.passes.placement.splitting import best_split, splits
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
@@ -172,6 +174,36 @@ class Part:
     grouped: int
 
 
+# Makes the problem that is planned from a cut.
+Form = Callable[[Cut], Problem]
+
+
+def as_it_is(cut: Cut) -> Problem:
+    """The problem of a cut with its weights as they are."""
+    return cut.problem
+
+
+def with_all_packed(cut: Cut) -> Problem:
+    """The problem of a cut with packed weights."""
+    return packed(cut, packable(cut)).problem
+
+
+def _fastest(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> float:
+    """Seconds of a forward of the best of these cuts, each with more slices than those before."""
+    times = dict[int, float]()
+
+    def planned(cut: Cut) -> Plan:
+        made = plan(cut)
+        assert made.predicted is not None
+        times[id(cut)] = made.predicted.step_s
+        return made
+
+    chosen = best_split(cuts, planned)
+    if id(chosen) not in times:
+        planned(chosen)  # raises: the budget is too little for all of them
+    return times[id(chosen)]
+
+
 @dataclass(frozen=True)
 class Planned:
     """A pipeline with its transformer traced."""
@@ -191,12 +223,6 @@ class Planned:
         return [*found, _part(cost, cost.weights)]
 
     @cached_property
-    def cost(self) -> EagerCost:
-        """The transformer."""
-        known = preset(self.model)
-        return transformer_cost(known, known.sizes)
-
-    @cached_property
     def traced(self) -> Traced:
         known = preset(self.model)
         return transformer_traced(known, known.sizes, 1)
@@ -205,6 +231,21 @@ class Planned:
     def cut(self) -> Cut:
         return make_cut(self.traced, GROUP_BYTES)
 
+    @cached_property
+    def cuts(self) -> list[Cut]:
+        """The cut with whole blocks, and with more and more slices."""
+        return [self.cut, *splits(self.cut)]
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations of the transformer with whole blocks."""
+        return self.cut.problem.live_bytes
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the weights of a transformer that stay on the GPU while other components run."""
+        return sum(w.nbytes for w in self.cut.problem.weights if w.nbytes < DEFAULT_MIN_BYTES)
+
     @property
     def experts(self) -> int:
         return published(self.model).experts
@@ -212,26 +253,20 @@ class Planned:
     @cached_property
     def small(self) -> int:
         """Bytes of the weights of other components that stay on the GPU while the transformer runs."""
-        return sum(part.small for part in self.others) + (self.experts - 1) * self.cost.small
+        return sum(part.small for part in self.others) + (self.experts - 1) * self.kept
 
     @cached_property
     def least(self) -> int:
         """The smallest budget in which the transformer and the decoder run, in bytes; it depends on no rate of the GPU."""
-        weights = least_memory(self.cut.problem, load_profile("rtx-4090-pcie"), CHUNK_BYTES)
+        hardware, problems = load_profile("rtx-4090-pcie"), [cut.problem for cut in self.cuts]
+        needed = min(least_memory(problem, hardware, CHUNK_BYTES) + problem.live_bytes for problem in problems)
         vae = self.others[-1]
-        return budget_for(
-            max(weights + self.small + self.cost.activations, vae.weights + vae.activations + self.cost.small)
-        )
+        return budget_for(max(needed + self.small, vae.weights + vae.activations + self.experts * self.kept))
 
     @cached_property
     def host(self) -> int:
         """Bytes of host memory for the weights of all components."""
         return self.experts * self.cut.problem.total_bytes + sum(part.weights for part in self.others)
-
-    @cached_property
-    def packed(self) -> Problem:
-        """The transformer with packed weights."""
-        return packed(self.cut, packable(self.cut)).problem
 
     @cached_property
     def halves(self) -> Halves | None:
@@ -241,36 +276,37 @@ class Planned:
     def hoisted_s(self, hardware: Hardware, budget: int, *, pack: bool = False) -> float:
         """Seconds of a forward in a budget with what is hoisted, with its share of computing the rows."""
         assert self.halves is not None
-        settings = Settings(hardware=hardware, goal=Goal(memory=self.room(budget)), chunk_bytes=CHUNK_BYTES)
+        settings = Settings(hardware=hardware, goal=self.goal(budget), chunk_bytes=CHUNK_BYTES)
         hoisting = plan_halves(self.halves, settings)
         cut = make_cut(self.halves.main, GROUP_BYTES)
-        problem = packed(cut, packable(cut)).problem if pack else cut.problem
-        plan = make_plan(problem, hoisting.main)
-        assert plan.predicted is not None
-        return plan.predicted.step_s + hoisting.figures.seconds_per_call
+        form = with_all_packed if pack else as_it_is
+        step_s = _fastest([cut, *splits(cut)], lambda cut: make_plan(form(cut), hoisting.main))
+        return step_s + hoisting.figures.seconds_per_call
 
     @cached_property
     def host_packed(self) -> int:
         """The same with packed weights: those of the encoders shrink as much as those of the transformer."""
-        share = self.packed.total_bytes / self.cut.problem.total_bytes
+        share = with_all_packed(self.cut).total_bytes / self.cut.problem.total_bytes
         return int(share * self.host)
 
-    def room(self, budget: int) -> int:
-        """Bytes of a budget for the weights of the transformer."""
-        return usable(budget) - self.cost.activations - self.small
+    def goal(self, budget: int) -> Goal:
+        """That of the transformer within a budget for the pipeline."""
+        return Goal(memory=usable(budget) - self.small, activations=True)
 
-    def forward_s(self, hardware: Hardware, budget: int | None, problem: Problem | None = None) -> float:
-        """Seconds of a forward in a budget, or with all weights on the GPU."""
-        goal = Goal(policy="resident") if budget is None else Goal(memory=self.room(budget))
-        plan = place(problem or self.cut.problem, hardware, goal, chunk_bytes=CHUNK_BYTES)
-        assert plan.predicted is not None
-        return plan.predicted.step_s
+    def forward_s(self, hardware: Hardware, budget: int | None, form: Form = as_it_is) -> float:
+        """Seconds of a forward in a budget, in as few slices as it needs, or with all weights on the GPU.  ``form``: of the
+        transformer, by its cut."""
+        goal = Goal(policy="resident") if budget is None else self.goal(budget)
+        return _fastest(
+            self.cuts[:1] if budget is None else self.cuts,
+            lambda cut: place(form(cut), hardware, goal, chunk_bytes=CHUNK_BYTES),
+        )
 
     def group_offload(self, hardware: Hardware) -> Way:
         """diffusers' group offload for all components; the VAE moves as a whole."""
         played = play_group_offload(self.cut.problem, hardware)
         peaks = [part.grouped + part.activations for part in self.others]
-        return Way(forward_s=played.timeline.step_s, nbytes=max(played.device_bytes + self.cost.activations, *peaks))
+        return Way(forward_s=played.timeline.step_s, nbytes=max(played.device_bytes + self.activations, *peaks))
 
 
 def _part(cost: EagerCost, grouped: int) -> Part:
@@ -289,11 +325,11 @@ def _grouped(encoder: Encoder, weights: int) -> int:
 def plan(planned: Planned, gpu: str) -> Row:
     """A pipeline on ``gpu``, a key of :data:`GPUS`."""
     budget, hardware = GPUS[gpu].budget * GIB, load_profile(GPUS[gpu].profile)
-    cost, others = planned.cost, planned.others
+    weights, others = planned.cut.problem.total_bytes, planned.others
     all_resident, group = planned.forward_s(hardware, None), planned.group_offload(hardware)
-    single = [cost.weights + cost.activations, *(part.weights + part.activations for part in others)]
-    total = planned.experts * cost.weights + sum(part.weights for part in others)
-    total += max(cost.activations, *(part.activations for part in others))
+    single = [weights + planned.activations, *(part.weights + part.activations for part in others)]
+    total = planned.experts * weights + sum(part.weights for part in others)
+    total += max(planned.activations, *(part.activations for part in others))
     ways = {
         PLAIN: Way(forward_s=all_resident, nbytes=total),
         MODEL: Way(forward_s=all_resident, nbytes=max(single)),
@@ -325,7 +361,7 @@ def plan(planned: Planned, gpu: str) -> Row:
 
 def _with_options(planned: Planned, hardware: Hardware, budget: int) -> dict[str, Way]:
     """The same budget with packed weights, with what is hoisted, and with both."""
-    found = {PACKED: planned.forward_s(hardware, budget, planned.packed)}
+    found = {PACKED: planned.forward_s(hardware, budget, with_all_packed)}
     if planned.halves is not None:
         found[HOISTED] = planned.hoisted_s(hardware, budget)
         found[BOTH] = planned.hoisted_s(hardware, budget, pack=True)
@@ -338,8 +374,8 @@ def _in_less_host_memory(planned: Planned, hardware: Hardware, budget: int) -> d
     part = HOST_OF_32_GB / planned.host
     if part < 1:  # compile divides it over the components by their bytes
         names = for_the_drive(planned.traced.large, int(part * cut.problem.total_bytes))
-        problem = with_drive(cut.problem, names)
-        seconds = planned.forward_s(replace(hardware, drive_bandwidth=SSD), budget, problem)
+        on_ssd = replace(hardware, drive_bandwidth=SSD)
+        seconds = planned.forward_s(on_ssd, budget, lambda cut: with_drive(cut.problem, names))
         ways[ON_SSD] = Way(forward_s=seconds, nbytes=budget)
     return ways
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from methods import transformer_cost, transformer_traced
+from methods import transformer_traced
 from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 from tqdm import tqdm
@@ -154,8 +154,7 @@ def measure(cache: Path | None) -> Found:
             continue
         known = preset(workload.model)
         cut = make_cut(transformer_traced(known, workload.sizes, ranks), GROUP_BYTES)
-        # those of a rank are of its part of the tokens
-        activations = transformer_cost(known, workload.sizes).activations // ranks
+        activations = cut.problem.live_bytes
         for profile, card in machines:
             reached = ways(cut, load_profile(profile), ranks, card * 10**9 - RESERVED_BYTES - activations)
             done.setdefault(label(profile, ranks), {})[title] = {

@@ -263,7 +263,7 @@ class Builder:
             made = self._made(node, target, (source, *args[1:]), kwargs)
         return made
 
-    def _contiguous(self, operand: Node) -> Node:
+    def _contiguous(self, operand: Any) -> Node:
         """A contiguous copy of an operand."""
         return self._made(operand, torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
 

@@ -24,8 +24,9 @@ from chunkflow_compile.cli.main import main
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import split as split_halves
-from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.pipeline import Settings, make_cut, whole_blocks
 from chunkflow_compile.report.generation import Limits, generation_answer, generation_tables
 from chunkflow_compile.simulate.generation import GROUP_OFFLOAD, MODEL_OFFLOAD, Component, generations, least_budget
 from chunkflow_compile.units import size
@@ -118,7 +119,12 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     ways, memory = found["ways"], found["memory"]
     phases = {way: {p["name"]: p for p in g["phases"]} for way, g in ways.items()}
     assert list(phases["chunkflow"]) == ["text_encoder", "transformer", "transformer_2", "vae"]
-    assert [p["calls"] for p in phases["plain"].values()] == [2, 6, 4, 1]
+    assert [p["calls"] for p in phases["plain"].values()] == [2, 6, 4, 2], "the decoder runs once for each latent frame"
+    component = next(c for c in next(iter(COMPONENTS.values())) if c.name == "transformer")
+    assert component.cut is not None
+    whole = whole_blocks(component.cut, Settings(hardware=load_profile("rtx-4090-pcie"))).problem
+    assert phases["plain"]["transformer"]["activations"] == whole.live_bytes > 0
+    assert "determine the minimum of GPU memory: pipe.vae.enable_tiling()" in " ".join(out.split())
     total = phases["plain"]["vae"]["weights"]
     assert all(p["weights"] == total for p in phases["plain"].values())
     assert sum(p["weights"] for p in phases[MODEL_OFFLOAD].values()) == total
@@ -133,6 +139,35 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
     assert all(resident[name] <= p["seconds"] for name, p in phases["chunkflow"].items())
+
+
+class Wide(nn.Module):
+    """A feed-forward whose inner values are eight times as wide as its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def test_a_generation_in_slices() -> None:
+    """The smallest budget is that of slices; with it, they are planned, and less is refused with the minimum."""
+    cut = cut_of(InTurn(Wide() for _ in range(2)), torch.randn(1, 512, 64))
+    component = Component(
+        name="transformer", weights=cut.problem.total_bytes, small=0, activations=None, calls=1, cut=cut
+    )
+    machine = load_profile("rtx-4090-pcie")
+    least = least_budget([component], machine)
+    assert least < budget_for(cut.problem.live_bytes), "whole blocks need more for activations alone"
+    ways = generations([component], machine, least)
+    mine, plain = ways["chunkflow"][0], ways["plain"][0]
+    assert mine.bytes <= least and mine.activations < plain.activations / 2
+    limits = Limits(budget=least, card=machine.name, card_bytes=machine.memory_bytes)
+    assert re.search(r"transformer: blocks run in \d+ slices of the tokens", generation_tables(ways, limits))
+    with pytest.raises(ChunkflowError, match=f"its activations take up to {size(mine.activations)}, .*Give memory="):
+        generations([component], machine, least - 64)
 
 
 def test_a_generation_of_hoisted_weights() -> None:

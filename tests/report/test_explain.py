@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,8 @@ def test_predictions_are_for_a_machine_that_was_measured(known: bool) -> None:
         step(model, twin)
         if calls in (2, 6):  # of a part, and of a cycle
             found, text = explained(model)
+            text, counted = re.subn(r"activations: \S+ KiB predicted ", "", text)  # depends on no machine
+            assert counted == 1
             assert ("predicted" in text) == ("planned)" in text) == ("ratio" in text) == known, text
             assert ("Predictions are not shown: the profile 'cpu' was not made for this machine" in text) != known
     assert found.windows and found.figures[0].predicted, "the figures have them"
@@ -246,3 +249,34 @@ def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
         (True, (phase(), phase(activations=3))),
     ):  # nothing counts them on a CPU
         assert ("activations" in PipelineFigures(phases, 100)._details()) == counted
+
+
+@pytest.mark.parametrize(
+    "tokens, said",
+    [
+        (64, "blocks run in 2 slices of the tokens"),
+        (63, "blocks are not split: 63 tokens cannot be divided into 2 slices of one size."),
+    ],
+)
+def test_slices_of_blocks_and_why_others_are_whole(tokens: int, said: str) -> None:
+    model = InTurn(Block(64) for _ in range(2)).eval()
+    chunkflow_compile.offload(model, min_bytes=64)
+    model.compile(backend="chunkflow", fullgraph=True, options={"split": 2, "lowering": "eager", "min_bytes": 64})
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(1, tokens, 64))
+    found = explain(model)
+    (live,) = {program.program.problem.live_bytes for program in programs(model)}
+    assert said in found.notes and f"activations: {size(live)} predicted" in found.notes
+
+
+def test_a_vae_that_determines_the_peak_can_decode_in_tiles() -> None:
+    """It is said where it has the most activations, and does not decode in tiles."""
+    transformer = phase(name="transformer", activations=5)
+    for vae, said in (
+        (phase(activations=9, tileable=True), True),
+        (phase(activations=9), False),
+        (phase(activations=3, tileable=True), False),
+        (phase(tileable=True), False),
+    ):
+        assert ("pipe.vae.enable_tiling()" in PipelineFigures((transformer, vae), 100)._details()) == said

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import subprocess
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, programs, remove
 from chunkflow_compile.catalog.families import FAMILIES
-from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.catalog.weightless import trace_without_weights
+from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.runtime.device_base import Device
 from chunkflow_compile.servers import admit as admit_module
@@ -145,6 +147,21 @@ def test_it_traces_the_call_that_the_pipeline_makes(name: str, expand: bool) -> 
         inputs[n].shape for n in ("hidden_states", "timestep")
     ]
     assert inputs["timestep"].ndim == 1 + expand
+
+
+def test_activations_are_those_alive_in_compiled_regions() -> None:
+    """Also at a size that was not traced, between those that were."""
+    pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
+    admitter = replace(Admitter.of(pipe), counted=True)
+    given = {**admitter.defaults, **SMALL_PIPELINES["wan"].call, "height": 64, "width": 64}
+    shape = admitter._shape(given)
+    forecast = admitter.trace(shape)
+    assert forecast.activations == tuple(problem.live_bytes for problem in forecast.problems)
+    assert min(forecast.activations) > 0
+    between = replace(shape, width=3 * shape.width // 2)
+    build = partial(FAMILIES["wan"].model_and_inputs, admitter.config, between, admitter.dtype)
+    problem = make_cut(replace(trace_without_weights(build, 1, 2048, admitter.dtype), fused=False)).problem
+    assert forecast.activations_at(admit_module._tokens(between)) == pytest.approx(problem.live_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "hunyuanvideo", "qwen-image"])

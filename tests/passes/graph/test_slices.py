@@ -264,6 +264,12 @@ def test_what_cannot_be_sliced_stays_whole_and_says_why(
         phases(graph_of(function, shape), 4, ())
 
 
+def test_symbolic_sizes_stay_whole() -> None:
+    graph = make_fx(lambda x: (x + 1,), tracing_mode="symbolic")(torch.zeros(1, TOKENS, WIDTH))
+    with pytest.raises(Whole, match="symbolic"):
+        phases(graph, 4, ())
+
+
 def test_opaque_attention_stays_whole_and_is_named() -> None:
     with torch.library._scoped_library("slices_test", "FRAGMENT") as library:
         library.define("attend(Tensor q, Tensor k, Tensor v) -> Tensor")

@@ -1,0 +1,105 @@
+"""Models whose blocks are split into slices of their tokens: the same bits, whatever else a call has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import EAGER
+from helpers import check_small, memory_named, small_twins
+
+import chunkflow_compile
+from chunkflow_compile.catalog.sizes import Size
+from chunkflow_compile.catalog.small import small_inputs
+
+# Text of as many tokens as a slice has, because GEMMs of a few rows have other bits on a CPU.
+SIZE = Size(layers=2, singles=1, height=16, width=16, text=64)
+FEWER = replace(SIZE, height=8)
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def compiled(family: str, dynamic: bool | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """A small model, what it is compiled to with its tokens in two slices, and an equal one."""
+    model, twin = small_twins(family, SIZE)
+    chosen = {**EAGER, "slowdown": None, "weight_memory": "1MiB", "min_bytes": 0, "split": 2, **options}
+    return model, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen), twin
+
+
+def repeats(model: Any) -> set[int]:
+    return {
+        region.repeat for program in chunkflow_compile.programs(model) for region in program.program.problem.regions
+    }
+
+
+@pytest.mark.parametrize(
+    "family", ["wan", *(pytest.param(name, marks=pytest.mark.long) for name in ("flux", "hunyuanvideo", "qwen-image"))]
+)
+def test_families(family: str) -> None:
+    model, run, twin = compiled(family)
+    check_small(run, twin, family, SIZE, range(3))
+    (program,) = chunkflow_compile.programs(model)
+    assert repeats(model) == {1, 2} and program.call.counts.moved_bytes > 0
+
+
+def test_what_changes_between_calls() -> None:
+    """The host runs ahead, evicted weights are overwritten, a weight is written, the plan changes, and so does the size."""
+    model, run, twin = compiled("wan", dynamic=False, debug=["poison", "threads"])
+    check_small(run, twin, "wan", SIZE, range(2))
+    for each in (model, twin):
+        each.blocks[1].ffn.net[2].weight.mul_(1.5)
+    check_small(run, twin, "wan", SIZE, range(2))
+    chunkflow_compile.replan(model, weight_memory="2MiB")
+    check_small(run, twin, "wan", SIZE, range(2))
+    check_small(run, twin, "wan", FEWER, range(2))
+    check_small(run, twin, "wan", SIZE, range(1))
+    assert len(chunkflow_compile.programs(model)) == 2 and repeats(model) == {1, 2}
+
+
+@pytest.mark.long
+def test_symbolic_sizes_stay_whole() -> None:
+    model, run, twin = compiled("wan", dynamic=True)
+    check_small(run, twin, "wan", SIZE, range(1))
+    check_small(run, twin, "wan", FEWER, range(1))
+    assert repeats(model) == {1}
+
+
+def test_packed_weights() -> None:
+    model, twin = (each.bfloat16() for each in small_twins("wan", SIZE))
+    chosen = {**EAGER, "slowdown": None, "weight_memory": "2MiB", "min_bytes": 0, "split": 2, "pack": True}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=chosen)
+    for seed in range(2):
+        inputs = small_inputs("wan", SIZE, seed)
+        inputs |= {n: v.bfloat16() for n, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
+        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+    (program,) = chunkflow_compile.programs(model)
+    assert repeats(model) == {1, 2} and any(w.source.compressed for w in program.program.problem.weights)
+
+
+@pytest.mark.long
+def test_compiled_kernels() -> None:
+    """Within the tolerance of kernels that are compiled for other sizes."""
+    model, run, twin = compiled("wan", lowering="inductor")
+    for seed in range(2):
+        inputs = small_inputs("wan", SIZE, seed)
+        torch.testing.assert_close(run(**inputs)[0], twin(**inputs)[0], rtol=1e-4, atol=1e-5)
+    assert repeats(model) == {1, 2}
+
+
+def test_the_budget_of_weights_and_activations_splits() -> None:
+    """Far too little memory is refused with the minimum, which is that with slices; with much, blocks stay whole."""
+    _, run, twin = compiled("wan", memory="100KiB", weight_memory=None, split="auto")
+    with pytest.raises(Exception, match=r"memory=100.0 KiB is too little: .* for activations") as told:
+        run(**small_inputs("wan", SIZE, 0))
+    least = memory_named(told.value)
+    for memory in (least, 8 << 20):
+        torch._dynamo.reset()
+        model, run, twin = compiled("wan", memory=memory, weight_memory=None, split="auto")
+        for seed in range(2):
+            inputs = small_inputs("wan", SIZE, seed)
+            torch.testing.assert_close(run(**inputs)[0], twin(**inputs)[0], rtol=1e-4, atol=1e-5)
+        (program,) = chunkflow_compile.programs(model)
+        assert program.program.plan.device_bytes + program.program.problem.live_bytes <= memory
+        assert (max(repeats(model)) > 1) == (memory == least)
