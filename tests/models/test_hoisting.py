@@ -523,7 +523,7 @@ def test_a_pipeline(name: str, applied: Applied) -> None:
 
 def test_auto_says_that_it_hoists_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Where all weights fit, each prompt would only cost the time of a preamble."""
-    pair = Pair(memory=10**6, hoist="auto")
+    pair = Pair(weight_memory=10**6, hoist="auto")
     pair.call()
     pair.call()
     assert caplog.text.count("hoist='auto' hoists nothing") == 1 and not pair.placement.preambles
