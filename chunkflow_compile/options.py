@@ -160,13 +160,13 @@ class Options:
     pack: Pack = False
     """Whether weights in bfloat16 are packed, without loss, in three quarters of their bytes, and unpacked on the device by
     the region that reads them.  True: all that can be.  "auto": those with which the step is predicted to be shorter within
-    memory; where copies are hidden anyway, none.  A model placed by offload(pack=True) stays packed in any case."""
+    the budget; where copies are hidden anyway, none.  A model placed by offload(pack=True) stays packed in any case."""
 
     hoist: Hoist | Sequence[str] = False
     """Whether matrix products that no latent reaches, such as modulations computed from the timestep, are computed once for
     many steps, so that their weights are not copied in each.  True: all of them.  "auto": if a step is then predicted to be
-    shorter, within memory.  A tuple of names: those of these inputs of forward, and of no others.  Their results are kept on
-    the device, in at most a sixteenth of memory."""
+    shorter, within the budget.  A tuple of names: those of these inputs of forward, and of no others.  Their results are kept
+    on the device, in at most a sixteenth of the budget."""
 
     split: int | Literal["auto"] = "auto"
     """Into how many slices of its tokens a block is split, one after the other, so that fewer bytes of activations are on the

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.step import Run, Start, Step
 
 PAGE = Path(__file__).with_name("architecture.md")
 BLOCK = re.compile(r"(^## One call, with the value of every field$.*?^```$\n).*?(^```$)", re.MULTILINE | re.DOTALL)
-OPTIONS: dict[str, Any] = {"memory": "20KiB", "hardware": "h100-pcie-x2", "min_bytes": 0, "chunk_bytes": 4096}
+OPTIONS: dict[str, Any] = {"weight_memory": "20KiB", "hardware": "h100-pcie-x2", "min_bytes": 0, "chunk_bytes": 4096}
 WIDTH = 125
 _SPACE = "\0"  # within a field, where no line is broken
 

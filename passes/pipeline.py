@@ -219,7 +219,8 @@ def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
     """The cut with one region for each group of the finest one, and no weight packed."""
     views = "views" not in settings.disabled
     discovery = (finest.raw or finest).discovery
-    return cut(finest.traced, discovery, DEFAULT_GROUP_BYTES, dissolve_views=views, groups=groups)
+    group_bytes = DEFAULT_GROUP_BYTES if settings.group_bytes is None else settings.group_bytes
+    return cut(finest.traced, discovery, group_bytes, dissolve_views=views, groups=groups)
 
 
 def whole_blocks(finest: Cut, settings: Settings) -> Cut:

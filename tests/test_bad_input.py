@@ -38,7 +38,9 @@ from chunkflow_compile.units import enough, parse_bytes, size
 
 
 def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True, **options: Any) -> torch.Tensor:
-    goal = {k: v for k, v in OPTIONS.items() if k != "slowdown" or "memory" not in options}
+    goal = {
+        k: v for k, v in OPTIONS.items() if k != "slowdown" or options.keys().isdisjoint(("memory", "weight_memory"))
+    }
     compiled = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options={**goal, **options})
     return compiled(torch.randn(4, 8) if x is None else x)
 
@@ -130,7 +132,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (given(inductor={"freezing": True}), r"freezing turns weights into constants"),
     (given(inductor={"max_autotun": True}), r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
     (given(inductor={"triton.cudagraphs": True}), r"would double the streamed weights"),
-    (given(memory=4096), r"memory=4.0 KiB is too little: the program needs (\S+) KiB.*Give memory='\S+KiB' or more"),
+    (
+        given(weight_memory=4096),
+        r"weight_memory=4.0 KiB is too little: the program needs (\S+) KiB.*Give weight_memory='\S+KiB' or more",
+    ),
     (frozen, r"freezing turns weights"),
     (torch.enable_grad()(run), r"inference only.*torch.no_grad\(\)"),
     (placed(torch.randn(4, 8, device="meta")), r"placed for cpu, but argument 0 is on meta: move it to cpu"),
@@ -208,21 +213,24 @@ def test_weights_that_are_attributes_of_the_graph(no_grad: None) -> None:
     assert isinstance(raised.value, ChunkflowError) and not programs(model)
 
 
-def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
+@pytest.mark.parametrize("option", ["memory", "weight_memory"])
+def test_the_floor_that_the_error_names_is_enough(option: str, no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    with pytest.raises(Exception, match="memory=1 B is too little") as raised:
-        run(model, x, memory="1B")
-    named = re.search(r"Give memory='(\S+)' or more", str(raised.value))[1]
-    torch.testing.assert_close(run(model, x, memory=named, lowering="eager"), twin(x))
-    floor = programs(model)[-1].plan.device_bytes
-    assert floor <= parse_bytes(named, "memory") < floor + 1024 / 10
-    with pytest.raises(Exception, match=f"is too little: .*Give memory='{named}'"):
-        run(model, x, memory=floor - 1)
+    with pytest.raises(Exception, match=f"(?<!_){option}=1 B is too little") as raised:
+        run(model, x, **{option: "1B"})
+    named = re.search(rf"Give {option}='(\S+)' or more", str(raised.value))[1]
+    torch.testing.assert_close(run(model, x, **{option: named}, lowering="eager"), twin(x))
+    program = programs(model)[-1].program
+    assert program.problem.live_bytes > 0
+    floor = program.plan.device_bytes + (program.problem.live_bytes if option == "memory" else 0)
+    assert floor <= parse_bytes(named, option) < floor + 1024 / 10
+    with pytest.raises(Exception, match=f"is too little: .*Give {option}='{named}'"):
+        run(model, x, **{option: floor - 1})
 
 
 def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    run(model, x, memory=40000, lowering="eager")
+    run(model, x, weight_memory=40000, lowering="eager")
     made = programs(model)[-1].plan
     file = tmp_path / "plan.json"
     file.write_text(made.to_json())

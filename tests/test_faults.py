@@ -98,18 +98,20 @@ def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.Mo
 def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     budget = {"slowdown": None, "chunk_bytes": 8192}  # one chunk per weight: with two, planning takes seconds
-    options = {} if memory is None else {**budget, "memory": memory}
+    options = {} if memory is None else {**budget, "weight_memory": memory}
     run = compiled(model, **options)
-    given = "No budget was given" if memory is None else f"The budget was memory={size(memory)}"
+    given = "No budget was given" if memory is None else f"The budget was weight_memory={size(memory)}"
     with monkeypatch.context() as patch:
         patch.setattr(CpuDevice, "allocate", fail_at(CpuDevice.allocate, 1, torch.OutOfMemoryError("out of memory")))
-        with pytest.raises(ChunkflowError, match=rf"no room for an arena of [\d.]+ KiB.*{given}.* memory='") as told:
+        with pytest.raises(
+            ChunkflowError, match=rf"no room for an arena of [\d.]+ KiB.*{given}.* weight_memory='"
+        ) as told:
             run(x)
     floor = memory_named(told.value)
-    with pytest.raises(Exception, match=f"Give memory='{enough(floor)}' "):
-        compiled(stack(), **budget, memory=floor - 1024)(x)
+    with pytest.raises(Exception, match=f"Give weight_memory='{enough(floor)}' "):
+        compiled(stack(), **budget, weight_memory=floor - 1024)(x)
     assert torch.equal(run(x), twin(x)), "there is room again"
-    assert_survives(model, twin, **budget, memory=floor)
+    assert_survives(model, twin, **budget, weight_memory=floor)
 
 
 def test_a_checkpoint_that_lacks_a_shard(running: tuple[Stack, Stack, nn.Module, SingleCall]) -> None:

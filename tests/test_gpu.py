@@ -110,7 +110,7 @@ def test_memory_stays_within_the_budget() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     offload(model, "cuda", min_bytes=4096)
-    run, x = compiled(model, policy="chunkflow", memory=budget), torch.randn(64, 8, device="cuda")
+    run, x = compiled(model, policy="chunkflow", weight_memory=budget), torch.randn(64, 8, device="cuda")
     run(x)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
@@ -190,7 +190,9 @@ def test_an_arena_that_does_not_fit() -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-5)
     try:
-        with pytest.raises(Exception, match=r"no room for an arena of .* the least that this model runs in is memory="):
+        with pytest.raises(
+            Exception, match=r"no room for an arena of .* the least that this model runs in is weight_memory="
+        ):
             run(torch.randn(4, 8, device="cuda"))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -274,7 +276,9 @@ def test_a_weight_larger_than_the_cache() -> None:
 
 # The families take most of the time, so they come last.
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"policy": "chunkflow", "memory": "3MiB"}, {"policy": "layerwise-barrier"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "chunkflow", "weight_memory": "3MiB"}, {"policy": "layerwise-barrier"}]
+)
 def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: dict[str, Any]) -> None:
     """One compilation, two plans.  Two compilations by Inductor may differ in rounding: it chooses kernels by their time."""
     size = Size(layers=3, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)

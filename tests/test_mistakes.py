@@ -174,7 +174,13 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
             f"{name} applies to models; this is a pipeline, whose budget plans each component: leave out {name}, and set ",
         )
         for f in (compile, apply)
-        for name, value in (("arena", None), ("plan", "p.json"), ("policy", "chunkflow"), ("slowdown", 1.1))
+        for name, value in (
+            ("arena", None),
+            ("plan", "p.json"),
+            ("policy", "chunkflow"),
+            ("slowdown", 1.1),
+            ("weight_memory", "1GiB"),
+        )
     ),
     (
         lambda m: restore(pipe(), "cpu"),
@@ -288,7 +294,8 @@ def test_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(pipeline, "_components", traced)
     model = {"plan": [], "simulate": [], "dump": [], "why": ["x"], "timeline": ["--out", "x.json"], "pipeline": []}
     for command, more in model.items():
-        for option in ("--memory", "--host-memory") if command in ("plan", "why", "timeline") else ("--memory",):
+        host = ("--host-memory",) if command in ("plan", "why", "timeline") else ()
+        for option in ("--memory", *(() if command == "pipeline" else ("--weight-memory",)), *host):
             for given, said in (
                 ("14", "14 bytes; did you mean '14GiB'?"),
                 ("16000", "16000 bytes; did you mean '16000MiB'?"),
@@ -397,5 +404,12 @@ def test_the_types_of_options_are_those_of_the_backend() -> None:
     given = get_type_hints(BackendOptions)
     texts = {"min_bytes": Size, "chunk_bytes": Size, "group_bytes": Size | None}
     assert given == {**fields, **texts}
-    decided = {"memory", "arena", "slowdown", "plan", "policy"}  # for each component; memory is an argument
+    decided = {
+        "memory",
+        "weight_memory",
+        "arena",
+        "slowdown",
+        "plan",
+        "policy",
+    }  # for each component; memory is an argument
     assert get_type_hints(PipelineOptions).keys() == given.keys() - decided

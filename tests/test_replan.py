@@ -19,7 +19,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.measurement import SCHEMA, Measured
 
-SMALL = {"memory": 50000, "slowdown": None}
+SMALL = {"weight_memory": 50000, "slowdown": None}
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
@@ -41,7 +41,7 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
     goals: list[tuple[dict[str, Any], str]] = [
         ({"policy": "resident"}, "resident"),
         ({"memory": 60000}, "chunkflow"),
-        ({"memory": "50 KB", "as_measured": True}, "chunkflow"),
+        ({"weight_memory": "50 KB", "as_measured": True}, "chunkflow"),
         ({"policy": "layerwise"}, "layerwise"),
         ({"as_measured": True}, "layerwise"),
         ({"slowdown": 1.5}, "chunkflow"),
@@ -53,13 +53,15 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
         (session,) = programs(model)
         assert session.code.regions is first.code.regions, "nothing was lowered again"
         assert session.plan.policy == policy
-        assert session.plan.device_bytes <= {60000: 60000, "50 KB": 50000}.get(goal.get("memory", ""), 10**9)
+        assert session.plan.device_bytes <= (50000 if "weight_memory" in goal else 10**9)
+        if "memory" in goal:
+            assert 0 < session.program.problem.live_bytes <= 60000 - session.plan.device_bytes
         measured |= goal.get("as_measured", False)  # and later plans keep it
         assert ("as measured" in session.plan.hardware) == measured
         assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
         seen.append(session.plan.moved_bytes)
     assert seen[0] == 0 < min(seen[1:])
-    replan(model, memory=30000)
+    replan(model, weight_memory=30000)
     replan(model, as_measured=True)  # before a call with the other goal, which stays
     check(run, twin)
     (session,) = programs(model)
@@ -80,9 +82,10 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
     check(run, twin)
     (before,) = programs(model)
     for goal, said in (
-        ({"memory": "100B"}, "memory=100 B is too little"),
-        ({"memory": 100, "slowdown": 2.0}, "Give memory or slowdown, not both"),
-        ({"policy": "layerwise-prefix"}, "layerwise-prefix keeps what fits a budget: give memory="),
+        ({"weight_memory": "100B"}, "weight_memory=100 B is too little"),
+        ({"weight_memory": 100, "slowdown": 2.0}, "Give weight_memory or slowdown, not both"),
+        ({"memory": "1MiB", "weight_memory": "1MiB"}, "Give memory, for weights and activations, or weight_memory, "),
+        ({"policy": "layerwise-prefix"}, "layerwise-prefix keeps what fits a budget: give weight_memory="),
         ({"policy": "eager"}, "policy='eager' is unknown"),
     ):
         with pytest.raises(ChunkflowError, match=said):
@@ -93,7 +96,7 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
 
 def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = stack(6), stack(6)
-    run = compiled(model, memory=50000, slowdown=None)
+    run = compiled(model, weight_memory=50000, slowdown=None)
     check(run, twin)
     before = programs(model)[0].plan
     replan(run, policy="layerwise")
@@ -180,7 +183,7 @@ def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None
     took = Measured.from_json(file.read_text())
     assert took.copy_rate is not None and took.timings().collective_s == (0.0,) * len(took.windows.compute_s)
     torch._dynamo.reset()
-    again = compiled(model, timings=str(file), memory=60000, slowdown=None)
+    again = compiled(model, timings=str(file), weight_memory=60000, slowdown=None)
     check(again, twin)
     (session,) = programs(model)
     assert session.plan.hardware.endswith("as measured")
@@ -205,10 +208,10 @@ def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None
 def test_a_size_that_comes_after_a_replan_keeps_to_its_goal(known: tuple[int, ...], no_grad: None) -> None:
     """The second size is compiled, the third is only planned."""
     model, twin = stack(6), stack(6)
-    run = compiled(model, memory=10**9, slowdown=None)
+    run = compiled(model, weight_memory=10**9, slowdown=None)
     for rows in known:
         run(torch.randn(rows, 8))
-    replan(model, memory=50000)
+    replan(model, weight_memory=50000)
     for rows in (*known, 8, 10):
         check_steps(run, twin, 1, (rows, 8))
         newest = programs(model)[-1]
@@ -223,7 +226,7 @@ def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
     """Both have one compiled graph, and so its codes."""
     torch._dynamo.reset()
     models = [offload(stack(6), min_bytes=OPTIONS["min_bytes"]) for _ in range(2)]
-    options = {**EAGER, "memory": 10**9, "slowdown": None}
+    options = {**EAGER, "weight_memory": 10**9, "slowdown": None}
 
     @torch.compile(backend="chunkflow", options=options, dynamic=True)
     def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +234,7 @@ def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
 
     for model in models:
         run(model, torch.randn(4, 8))
-    replan(models[0], memory=50000)
+    replan(models[0], weight_memory=50000)
     for rows in (6, 8):
         for model in models:
             run(model, torch.randn(rows, 8))

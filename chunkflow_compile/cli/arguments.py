@@ -61,7 +61,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     add_pack(parser)
     pieces = (
         "shard weights across the GPUs of the P ranks, which copy them from each other; yes: all weights; auto: those that "
-        "make a step within --memory faster, or a plan for --slowdown smaller (default no)"
+        "make a step within the budget faster, or a plan for --slowdown smaller (default no)"
     )
     add("--peers", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=pieces)
     if or_blocks:
@@ -116,7 +116,7 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     """Add the option of packed weights; ``FORMS`` has what its values mean."""
     which = (
         "compress bfloat16 weights without loss, to three quarters of their size; yes: all that can be; auto: those that "
-        "make a step within --memory faster (default no)"
+        "make a step within the budget faster (default no)"
     )
     parser.add_argument("--pack", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=which)
 

@@ -124,8 +124,8 @@ def _simulate(parser: ArgumentParser) -> None:
     add_model(parser)
     add_hoist(parser)
     which = (
-        f"one of {', '.join(SIMULATED)} (default: all except {HOST_YIELD}, with layerwise-prefix only if --memory is "
-        f"set, and {' and '.join(SHARDED)} only on several ranks)"
+        f"one of {', '.join(SIMULATED)} (default: all except {HOST_YIELD}, with layerwise-prefix only if there is "
+        f"a budget, and {' and '.join(SHARDED)} only on several ranks)"
     )
     parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), metavar="POLICY", help=which)
     degrees = "instead of policies, compare these Ulysses degrees and recommend one"

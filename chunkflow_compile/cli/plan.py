@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     goal = target.settings.goal
     said = f"the smallest plan that takes at most {goal.longest:g} times as long as all-resident"
     if goal.memory is not None:
-        said = f"the fastest plan within {size(goal.memory)}"
+        what = "weights and activations" if goal.activations else "weights"
+        said = f"the fastest plan within {size(goal.memory)} of {what}"
     say(
         arguments,
         f"{answer(plan, target.problem, target.forwards, target.hoisted)}\n\n{target.heading}\ngoal: {said}\n",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED, OnlyPredicted, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
@@ -59,8 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         pieces += f"; hoisted{others}: {hoisting_sentence(target.hoisted)}"
     calls = {policy: call for policy, (_, call) in predicted.items()}
     shown = replace(record, arms={p: _per_forward(arm, target.forwards) for p, arm in record.arms.items()})
-    say(arguments, f"{prose(_answer(shown, target.settings.goal))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
-    say(arguments, table(shown, _policy_columns(shown, calls, target.settings.goal), per="forward"))
+    memory = target.settings.goal.memory
+    fits = {} if memory is None else {p: _taken(target, p, arm) <= memory for p, arm in record.arms.items()}
+    say(arguments, f"{prose(_answer(shown, fits, memory))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
+    say(arguments, table(shown, _policy_columns(calls, fits, memory), per="forward"))
     write_json(arguments, record.body)
     return 0
 
@@ -121,10 +122,10 @@ def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
     )
 
 
-def _answer(record: ComparisonRecord, goal: Goal) -> str:
+def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | None) -> str:
     """The result in a sentence: of chunkflow, or of the only policy, compared with all weights resident.
 
-    ``record``: of one forward.
+    ``record``: of one forward.  ``fits``: whether each policy fits the budget ``memory``, if there is one.
     """
     name = "chunkflow" if "chunkflow" in record.arms else next(iter(record.arms))
     arm, resident = record.arms[name], record.arms.get("resident")
@@ -132,28 +133,29 @@ def _answer(record: ComparisonRecord, goal: Goal) -> str:
     if resident is not None and resident is not arm:
         text += f", {(arm.step_s or 0.0) / (resident.step_s or 1.0):.3f} times all-resident"
     text += f"; {part_of(arm.weights_device_bytes or 0, arm.weights_total_bytes or 0)} of weights on the GPU"
-    if resident is not None and not _fits(resident, goal):
-        text += f"; all of them do not fit {size(goal.memory)}"
+    if not fits.get("resident", True):
+        text += f"; all of them do not fit {size(memory)}"
     return text
 
 
-def _fits(arm: ArmRecord, goal: Goal) -> bool:
-    return goal.memory is None or (arm.weights_device_bytes or 0) <= goal.memory
+def _taken(target: Target, policy: Policy | OnlyPredicted, arm: ArmRecord) -> int:
+    """The bytes under a policy that count against the budget, as in place: activations if the goal has them."""
+    problem = target.raw if _is_raw(target, policy) else target.problem
+    live = target.settings.goal.counted(problem.live_bytes)
+    return (arm.weights_device_bytes or 0) + problem.unpacked_bytes + live
 
 
 def _policy_columns(
-    record: ComparisonRecord, calls: Mapping[str, Prediction | Timeline], goal: Goal
+    calls: Mapping[str, Prediction | Timeline], fits: Mapping[str, bool], memory: int | None
 ) -> dict[str, dict[str, object]]:
-    """``record``: of one forward."""
+    """``fits``, ``memory``: see _answer."""
     columns: dict[str, dict[str, object]] = {}
     base = "resident" if "resident" in calls else "layerwise"
     if base in calls:
         base_s = calls[base].step_s
         columns[f"to {base}"] = {name: f"{p.step_s / base_s:.3f}" for name, p in calls.items()}
-    if goal.memory is not None:
-        columns[f"fits {size(goal.memory)}"] = {
-            n: "yes" if _fits(arm, goal) else "NO" for n, arm in record.arms.items()
-        }
+    if fits:
+        columns[f"fits {size(memory)}"] = {name: "yes" if fitting else "NO" for name, fitting in fits.items()}
     slowed = {name: seconds(round(p.inflation_s, 9) + 0.0) for name, p in calls.items()}
     columns["collectives slowed by"] = dict(slowed)
     return columns

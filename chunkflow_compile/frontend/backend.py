@@ -98,8 +98,8 @@ _log = logging.getLogger(__name__)
 
 # What "auto" says where it cannot choose.
 _NO_GOAL = (
-    "pack='auto' packs nothing: which weights to pack depends on memory=, which was not given. With memory='8GiB', or "
-    "pack=True, the weights have 0.76 of their bytes in host memory and on the link"
+    "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
+    "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
 )
 
 

@@ -60,7 +60,7 @@ _DENOISERS = ("transformer", "unet")
 # Components that run in every step.
 _STEPPED = (*ADAPTED, "controlnet")
 # Options that a budget decides for each component.
-_PLANNED = {"arena", "slowdown", "plan", "policy"}
+_PLANNED = {"arena", "slowdown", "plan", "policy", "weight_memory"}
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 

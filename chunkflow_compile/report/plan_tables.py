@@ -51,6 +51,7 @@ def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: Hoisting
     """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step.  ``hoisted``: see answer."""
     predicted = plan.predicted
     assert predicted is not None
+    outside = problem.unpacked_bytes + (0 if hoisted is None else hoisted.outside)
     rows = [
         ("forward", seconds(forward_seconds(plan, hoisted))),
         ("all-resident forward", seconds(predicted.resident_step_s)),
@@ -59,6 +60,8 @@ def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: Hoisting
         ("copies in total", seconds(predicted.copy_s)),
         ("weights on the GPU", held(plan, hoisted)),
         ("of which arena", size(plan.arena_bytes)),
+        ("activations", size(problem.live_bytes)),
+        ("in total on the GPU", size(plan.device_bytes + outside + problem.live_bytes)),
         ("copied per forward", size(plan.moved_bytes)),
     ]
     if forwards > 1:
@@ -68,7 +71,7 @@ def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: Hoisting
     if problem.collectives:
         added = seconds(predicted.inflation_s)
         count = f"{len(problem.collectives)} of them"
-        rows.insert(-5, ("collectives", f"{seconds(predicted.collective_s)} in {count}, {added} added by copies"))
+        rows.insert(-7, ("collectives", f"{seconds(predicted.collective_s)} in {count}, {added} added by copies"))
     if hoisted is not None:
         rows.append(("hoisted", hoisting_sentence(hoisted)))
         rows.append(("rows", f"{hoisted.rows} at most, {size(hoisted.rows * hoisted.row_bytes)} on the GPU"))

@@ -205,8 +205,8 @@ class Rows:
     def _check(self, nbytes: int, most: int) -> None:
         if nbytes > most:
             raise ChunkflowError(
-                f"One row of hoisted values takes {size(nbytes)}, but the table may use {size(most)}. Raise memory=, use a "
-                "smaller batch, or pass hoist=False."
+                f"One row of hoisted values takes {size(nbytes)}, but the table may use {size(most)}. Raise the budget, "
+                "use a smaller batch, or pass hoist=False."
             )
 
 

@@ -31,10 +31,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """``memory``: limit for the weights of one transformer on the device, such as "12GiB".  ``options``: other options of
-    the backend.  ``port``: the port at which rank 0 serves metrics, or None; each other rank adds its number.  ``peers``: as
-    in ``offload``, with the ranks of the server, which are those of the default process group.  ``ignore_version``: whether
-    to stream in an unsupported release of the server, too."""
+    """``memory``: limit for the weights and activations of one transformer on the device, such as "12GiB".
+
+    ``options``: other options of the backend.  ``port``: the port at which rank 0 serves metrics, or None; each other rank
+    adds its number.
+    ``peers``: as in ``offload``, with the ranks of the server, which are those of the default process group.
+    ``ignore_version``: whether to stream in an unsupported release of the server, too."""
 
     memory: str
     options: Mapping[str, Any]

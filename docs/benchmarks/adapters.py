@@ -169,7 +169,12 @@ def _on_a_link() -> str:
     with TemporaryDirectory() as folder:
         profile = Path(folder) / "hardware.json"
         profile.write_text(as_fast(link, plain, longest).to_json())
-        options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights), "replan_after": 4}
+        options = {
+            "hardware": str(profile),
+            "chunk_bytes": CHUNK,
+            "weight_memory": int(BUDGET * weights),
+            "replan_after": 4,
+        }
         torch._dynamo.reset()
         arms = [Arm(small_model("wan", SIZE), swap) for swap in (_nothing, _choose)]
         chunkflow_compile.enable_adapters(arms[1].model, rank=LINK_RANK)

@@ -191,7 +191,7 @@ def by_kind(name: str, small: bool) -> Iterator[Figures]:
     yield {"arm": "resident", **measured([subject]), "digest": digest(outputs([subject]))}
     for share in SMALL_SHARES if small else SHARES:
         try:
-            replan(subject.model, memory=int(share * subject.weights))
+            replan(subject.model, weight_memory=int(share * subject.weights))
         except ChunkflowError as error:
             yield {"arm": f"{100 * share:.1f} %", "failed": str(error)}
             continue
@@ -206,7 +206,7 @@ def graph(name: str, small: bool) -> Iterator[Figures]:
     yield {"arm": "first step", **first_step(subject, policy="resident", cudagraphs=True)}
     for share in (None, *(SMALL_SHARES if small else SHARES)):
         if share is not None:
-            replan(subject.model, memory=int(share * subject.weights))
+            replan(subject.model, weight_memory=int(share * subject.weights))
         same = []
         for _ in range(2):
             _mark([subject], sys.maxsize)  # measured calls are issued op by op
@@ -279,7 +279,7 @@ def adapters(name: str, small: bool) -> Iterator[Figures]:
         model.load_lora_adapter(state, adapter_name=f"a{number}")
     for share in (None, 0.6):
         if share is not None:
-            replan(model, memory=int(share * subject.weights))
+            replan(model, weight_memory=int(share * subject.weights))
         found, seconds = list[list[torch.Tensor]](), list[float]()
         for adapter in ("a0", "a1", "a0"):
             model.set_adapters(adapter)
@@ -321,7 +321,7 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
     for share in SMALL_CYCLE_SHARES if small else CYCLE_SHARES:
         for again in (False, True):
             for each in both[:1] if again else both:  # the cycle of both
-                replan(each.model, **({"as_measured": True} if again else {"memory": int(share * each.weights)}))
+                replan(each.model, **({"as_measured": True} if again else {"weight_memory": int(share * each.weights)}))
             arm, figures = f"{100 * share:.0f} %{', as measured' if again else ''}", measured(both)
             found = cycles(both[0].model)
             calls = {"calls": len(found[0].keys), "jumps": found[0].jumps} if found else {"calls": 0}
@@ -335,11 +335,11 @@ def packed(name: str, small: bool) -> Iterator[Figures]:
         subject = arms[arm] = make(name, small)
         subject.model.to(torch.bfloat16)
         subject.inputs[:] = tree_map_only(torch.Tensor, _in_bfloat16, subject.inputs)
-        cut = {"group_bytes": 1 << 14 if small else DEFAULT_GROUP_BYTES, "memory": subject.weights}
+        cut = {"group_bytes": 1 << 14 if small else DEFAULT_GROUP_BYTES, "weight_memory": subject.weights}
         yield {"arm": f"{arm}, first step", **first_step(subject, pack=arm == "packed", **cut)}
     for share in SMALL_SHARES if small else PACKED_SHARES:
         for arm, subject in arms.items():
-            replan(subject.model, memory=int(share * subject.weights))
+            replan(subject.model, weight_memory=int(share * subject.weights))
             figures, found = measured([subject]), outputs([subject])
             same = {"equal": equal(found, right.setdefault(share, found))} if arm == "packed" else {}
             right.setdefault(share, found)

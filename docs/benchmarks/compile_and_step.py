@@ -141,7 +141,7 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
     size = Size(layers=blocks)
     model = small_model("wan", size)
     budget = sum(p.nbytes for p in model.parameters()) // 2
-    options = {"min_bytes": RESIDENT["min_bytes"], "memory": budget}
+    options = {"min_bytes": RESIDENT["min_bytes"], "weight_memory": budget}
     found: dict[str, list[Any]] = {}
     outputs = dict[str, Any]()
     run: Any = chunkflow_compile.compile(model, **options)

@@ -123,7 +123,7 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     link = LinkEmulation(bandwidth=(weights + exchanged * (1 - LOAD)) / (LOAD * alone))
     profile = Path(folder) / f"hardware{rank}.json"
     profile.write_text(on_emulated_link(load_profile(CPU), link, ranks).to_json())
-    options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(told["memory"] * weights)}
+    options = {"hardware": str(profile), "chunk_bytes": CHUNK, "weight_memory": int(told["memory"] * weights)}
     models = {"whole": make(), "blocks": make()}
     for model in models.values():
         offload(model)

@@ -81,7 +81,7 @@ def main() -> None:
             profile = Path(folder) / "hardware.json"
             machine = replace(on_emulated_link(load_profile(CPU), link, 1), drive_bandwidth=link.drive)
             profile.write_text(machine.to_json())
-            options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(arguments.memory * weights)}
+            options = {"hardware": str(profile), "chunk_bytes": CHUNK, "weight_memory": int(arguments.memory * weights)}
             placed, runs = {}, dict[str, Callable[..., Any]]()
             for arm, more in ARMS.items():
                 placed[arm] = offload(diffusers.WanTransformer3DModel.from_pretrained(folder), host_memory=weights // 2)

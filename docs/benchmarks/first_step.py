@@ -95,9 +95,9 @@ def compiled(arm: str, model: nn.Module) -> Any:
 
     budget = sum(p.nbytes for p in model.parameters()) // 2
     if arm == WHOLE:
-        options = {"min_bytes": MIN_BYTES, "memory": budget}
+        options = {"min_bytes": MIN_BYTES, "weight_memory": budget}
         return torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    return chunkflow_compile.compile(model, min_bytes=MIN_BYTES, memory=budget)
+    return chunkflow_compile.compile(model, min_bytes=MIN_BYTES, weight_memory=budget)
 
 
 def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[str, Any]:

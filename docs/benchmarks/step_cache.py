@@ -163,7 +163,8 @@ def _row(kind: Kind) -> tuple[str, ...]:
         profile = Path(folder) / "hardware.json"
         profile.write_text(as_fast(link, resident.model, longest).to_json())
         streamed = Cached(
-            kind, {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights), "replan_after": 4}
+            kind,
+            {"hardware": str(profile), "chunk_bytes": CHUNK, "weight_memory": int(BUDGET * weights), "replan_after": 4},
         )
         streamed.learn()
         before, pairs, order = streamed.jumps, list[Pair](), random.Random(0)

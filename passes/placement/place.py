@@ -160,16 +160,16 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
         if floor == planner.kept_bytes:
             finer = "stream smaller weights with a smaller min_bytes"
         values = " and the values that a region unpacks," if planner.problem.unpacked_bytes else ""
-        pieces = planner.problem.piece_bytes
-        kept = f"{size(planner.kept_bytes - pieces)} of them for"
-        if pieces:
-            kept = f"{size(pieces)} of them for this rank's pieces of weights, {size(planner.kept_bytes - pieces)} for"
-        option, live = planner.goal.option, planner.goal.counted(planner.problem.live_bytes)
-        kept = f"{size(live)} of them for activations, {kept.replace(' of them', '', 1)}" if live else kept
+        pieces, live = planner.problem.piece_bytes, planner.goal.counted(planner.problem.live_bytes)
+        parts = [(live, "for activations"), (pieces, "for this rank's pieces of weights")]
+        parts = [(nbytes, what) for nbytes, what in parts if nbytes]
+        parts.append((planner.kept_bytes - pieces - live, "for small and tied weights, which stay on the device"))
+        (first, what), *more = parts
+        kept = ", ".join([f"{size(first)} of them {what}", *(f"{size(nbytes)} {what}" for nbytes, what in more)])
+        option = planner.goal.option
         raise ChunkflowError(
-            f"{option}={size(memory)} is too little: the program needs {size(floor)}, {kept} "
-            f"small and tied weights, which stay on the device,{values} and the rest for the streamed weights that one "
-            f"region reads. Give {option}={enough(floor)!r} or more, or {finer}."
+            f"{option}={size(memory)} is too little: the program needs {size(floor)}, {kept},{values} and the rest for the "
+            f"streamed weights that one region reads. Give {option}={enough(floor)!r} or more, or {finer}."
         )
     return barely
 
@@ -308,7 +308,7 @@ class Builder:
             for r in runs(windows[w.name])
             if r.window is None
         )
-        outside = self._outside(streamed)
+        outside = self._outside(streamed) - self.planner.goal.counted(self.problem.live_bytes)
         return Prediction(
             step_s=round(timeline.step_s, 9),
             resident_step_s=round(self.planner.resident.step_s, 9),

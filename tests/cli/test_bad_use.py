@@ -54,7 +54,10 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         (["plan", OWN, "--curve", "--memory", "1GiB"], "--curve covers all budgets"),
         (["plan", MODEL, "--pack"], "--pack packs contiguous weights of bfloat16, each read by one region, and "),
         (["dump", MODEL, "--pack", "--stage", "regions"], "has none: leave it out, or give a model in bfloat16"),
-        (["plan", OWN, "--pack", "auto"], "--pack auto chooses for a budget: give --memory, or --pack for all"),
+        (
+            ["plan", OWN, "--pack", "auto"],
+            "--pack auto chooses for a budget: give --memory or --weight-memory, or --pack for all",
+        ),
         (["simulate", OWN, "--pack", "--policy", "resident"], "--pack with policy resident, which copies nothing"),
         (["simulate", OWN, "--peers", "--policy", "resident"], "--peers with policy resident, which copies nothing"),
         (["simulate", OWN, "--pack", "--policy", "fsdp"], "--pack with policy fsdp, which has weights as they are"),

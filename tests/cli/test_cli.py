@@ -32,6 +32,7 @@ from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord
+from chunkflow_compile.units import parse_bytes, size
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.progress import Progress
@@ -160,7 +161,7 @@ def test_plan_prints_tables_and_writes_the_same_plan_in_every_process(
         "planned = runpy.run_path('examples/ulysses_dit.py')['planned']\n"
         "planned.__globals__['BLOCKS'] = 2\n"
     )
-    goal = ("--ulysses", "2", "--hardware", "cpu", "--memory", "16MiB", "--weights", "--json", str(out))
+    goal = ("--ulysses", "2", "--hardware", "cpu", "--weight-memory", "16MiB", "--weights", "--json", str(out))
     assert main(["plan", f"{own}:planned", *goal]) == 0
     shown = capsys.readouterr().out
     plan = Plan.from_json(out.read_text())
@@ -175,6 +176,27 @@ def test_plan_prints_tables_and_writes_the_same_plan_in_every_process(
     assert all(re.match(r" *\d+ s  ", line) for line in done.stderr.splitlines()), "nothing but progress"
 
 
+def test_memory_counts_activations_and_weight_memory_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = f"{HERE / 'two_blocks.py'}:long_names", tmp_path / "plan.json"
+    sizes = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096")
+
+    def run(command: str, *arguments: str) -> str:
+        assert main([command, model, *sizes, *arguments]) == 0
+        return capsys.readouterr().out
+
+    run("plan", "--json", str(out))
+    weights = sum(weight.nbytes for weight in Plan.from_json(out.read_text()).weights)
+    alone, both = (run("plan", option, f"{weights}B") for option in ("--weight-memory", "--memory"))
+    assert f"within {size(weights)} of weights\n" in alone and f"{size(weights)} of weights and activations\n" in both
+    found = dict(re.findall(r"(?m)^(weights on|activations|in total on).* ([\d.]+ [KM]?i?B)(?: of .*)?$", both))
+    assert 0 < parse_bytes(found["activations"], "") < parse_bytes(found["in total on"], "") <= weights + 52  # rounded
+    full = "all of them do not fit"
+    assert full in run("simulate", "--memory", f"{weights}B").replace("\n", " ")
+    assert full not in run("simulate", "--weight-memory", f"{weights}B").replace("\n", " ")
+
+
 def test_a_plan_made_without_weights_runs_on_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_grad: None
 ) -> None:
@@ -183,7 +205,7 @@ def test_a_plan_made_without_weights_runs_on_the_model(
     own.write_text(
         "import torch\nfrom helpers import Stack\ndef build():\n    return Stack(5), {'x': torch.randn(4, 8)}\n"
     )
-    sizes = ("--min-bytes", "4096", "--chunk-bytes", "4096", "--memory", "40000B")
+    sizes = ("--min-bytes", "4096", "--chunk-bytes", "4096", "--weight-memory", "40000B")
     assert main(["plan", f"{own}:build", "--hardware", "cpu", *sizes, "--json", str(out)]) == 0
     model, x = Stack(5).eval(), torch.randn(4, 8)
     expected = model(x=x)
@@ -303,10 +325,10 @@ def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Ca
         assert main([command, model, *arguments, *sizes]) == 0
         return capsys.readouterr().out
 
-    whole = run("plan", "--memory", "24KB", "--json", str(file))
+    whole = run("plan", "--weight-memory", "24KB", "--json", str(file))
     assert "\nhoisted" not in whole
     before = Plan.from_json(file.read_text())
-    shown = run("plan", "--memory", "24KB", "--hoist", "--json", str(file))
+    shown = run("plan", "--weight-memory", "24KB", "--hoist", "--json", str(file))
     assert re.search(r"(?m)^hoisted +6 weights, 17.6 KiB, by 1 small input alone; 2 values, 512 B per row$", shown), (
         shown
     )
@@ -315,8 +337,10 @@ def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Ca
     hoisted = Plan.from_json(file.read_text())
     assert 0 < hoisted.device_bytes <= 24_000 - 1024
     assert hoisted.moved_bytes < before.moved_bytes
-    assert run("plan", "--memory", "24KB", "--hoist", "auto") == run("plan", "--memory", "24KB", "--hoist")
-    compared = run("simulate", "--memory", "24KB", "--hoist")
+    assert run("plan", "--weight-memory", "24KB", "--hoist", "auto") == run(
+        "plan", "--weight-memory", "24KB", "--hoist"
+    )
+    compared = run("simulate", "--weight-memory", "24KB", "--hoist")
     assert "hoisted, but for policy resident, layerwise" in compared.replace("\n", " ")
     for command, argument, said in (
         ("plan", "--curve", "leave out --hoist"),
@@ -331,7 +355,7 @@ def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Ca
 
 def test_both_halves_of_a_hoisted_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its step by default; the preamble on request, and as the story of a hoisted weight."""
-    sizes = ("--hardware", str(HERE / "slow_compute.json"), "--min-bytes", "64", "--memory", "24KB")
+    sizes = ("--hardware", str(HERE / "slow_compute.json"), "--min-bytes", "64", "--weight-memory", "24KB")
 
     def run(command: str, *arguments: str, code: int = 0) -> str:
         assert main([command, f"{HERE / 'two_blocks.py'}:timed", *arguments, *sizes]) == code
@@ -365,15 +389,15 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
         assert main([command, model, *arguments, *sizes]) == 0
         return capsys.readouterr().out
 
-    shown = run("plan", "--pack", "--memory", "1280KiB", "--weights", "--json", str(file))
+    shown = run("plan", "--pack", "--weight-memory", "1280KiB", "--weights", "--json", str(file))
     packed = Plan.from_json(file.read_text())
     assert re.search(r"(?m)^packed +8 of 12 weights, 2.0 MiB in 1.5 MiB, 256.0 KiB of values at a time$", shown)
     assert shown.count("host, packed") + shown.count("device, packed") == 8
     assert packed.device_bytes <= (1280 - 256) << 10, "values count against the budget"
-    run("plan", "--memory", "1280KiB", "--json", str(file))
+    run("plan", "--weight-memory", "1280KiB", "--json", str(file))
     raw = Plan.from_json(file.read_text())
     assert packed.predicted.step_s < 0.8 * raw.predicted.step_s and 0 < packed.moved_bytes < raw.moved_bytes
-    run("plan", "--pack", "auto", "--memory", "1280KiB", "--json", str(file))
+    run("plan", "--pack", "auto", "--weight-memory", "1280KiB", "--json", str(file))
     assert Plan.from_json(file.read_text()) == packed, "the link is the bound"
     shown = run("plan", "--curve", str(tmp_path / "curve.png"), "--pack", "--group-bytes", "1", "--json", str(file))
     curve = json.loads(file.read_text())
@@ -382,7 +406,7 @@ def test_packed_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Cap
     assert min(p["step_s"] for p in curve["packed"] if p["memory"] < 1600 << 10) < min(
         p["step_s"] for p in curve["points"] if p["memory"] < 1600 << 10
     )
-    assert "bfloat16[512, 256], 256.0 KiB" in run("why", "blocks.1.up.weight", "--pack", "--memory", "1280KiB")
+    assert "bfloat16[512, 256], 256.0 KiB" in run("why", "blocks.1.up.weight", "--pack", "--weight-memory", "1280KiB")
     shown = run("simulate", "--pack", "--json", str(file))
     assert "packed, but for policy resident, group-offload: 8 of 12 weights" in " ".join(shown.split())
     arms = json.loads(file.read_text())["arms"]
@@ -404,7 +428,7 @@ def test_weights_on_the_devices_of_ranks_are_planned_and_shown(
         assert main([command, ULYSSES, *arguments, *sizes]) == 0
         return capsys.readouterr().out
 
-    two, within = ("--ulysses", "2"), ("--memory", "30KiB")
+    two, within = ("--ulysses", "2"), ("--weight-memory", "30KiB")
     shown = run("plan", *two, *within, "--peers", "--weights", "--json", str(file))
     plan = Plan.from_json(file.read_text())
     assert {w.home for w in plan.streamed} == {"peers"} and plan.device_bytes <= 30 << 10

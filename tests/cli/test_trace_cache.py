@@ -29,7 +29,7 @@ SMALL = Preset(
     spatial=8,
     temporal=4,
 )
-GOAL = ("--hardware", "rtx-4090-pcie", "--min-bytes", "64KiB", "--chunk-bytes", "256KiB", "--memory", "3MiB")
+GOAL = ("--hardware", "rtx-4090-pcie", "--min-bytes", "64KiB", "--chunk-bytes", "256KiB", "--weight-memory", "3MiB")
 TRACED = dict[Any, Traced]()
 trace_of = Preset.trace
 

@@ -33,12 +33,12 @@ def wide(text: str) -> list[str]:
 
 
 def test_no_line_of_a_command_is_longer_than_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    within = ("--memory", "80KiB")
+    within = ("--weight-memory", "80KiB")
     answers = {}
     for name, arguments in {
         "plan": ("plan", LONG, *SIZES, *within, "--weights"),
         "curve": ("plan", LONG, *SIZES, "--curve"),
-        "simulate": ("simulate", LONG, *SIZES, "--memory", "100KiB"),
+        "simulate": ("simulate", LONG, *SIZES, "--weight-memory", "100KiB"),
         "on two ranks": ("simulate", ULYSSES, *SIZES, "--ulysses", "2"),
         "sweep": ("simulate", ULYSSES, *SIZES, "--sweep-ulysses", "1,2"),
         "why": ("why", LONG, "modulation_of_all", *SIZES, *within),

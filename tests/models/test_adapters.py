@@ -262,7 +262,7 @@ def test_an_int8_base() -> None:
 
 def test_slots_are_within_the_budget() -> None:
     """They stream whatever their size, what is on the device keeps to the memory, and a swap copies slots alone."""
-    options = {**EAGER, "slowdown": None, "memory": 400_000}
+    options = {**EAGER, "slowdown": None, "weight_memory": 400_000}
     pair = Pair("wan", True, options=options, rank=2)
     slots = [m.slots for m in pair.model.modules() if isinstance(m, Slotted)]
     assert all(t.nbytes < OPTIONS["min_bytes"] and buffer_of(t) is not None for t in slots)

@@ -162,7 +162,7 @@ def test_a_cycle_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     arena, pairs = Arena(), [with_biases(4), with_biases(4)]
     kept = sum(p.nbytes for p in pairs[0][0].parameters() if p.nbytes < MIN_BYTES)
     alone = kept + pairs[0][0].blocks[0].up.weight.nbytes
-    options = {**EAGER, "slowdown": None, "memory": alone, "group_bytes": 1, "arena": arena}
+    options = {**EAGER, "slowdown": None, "weight_memory": alone, "group_bytes": 1, "arena": arena}
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         for model, _ in pairs:
             model.compile(backend="chunkflow", fullgraph=True, options=options)
@@ -171,7 +171,7 @@ def test_a_cycle_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
                 check_steps(model, twin, 1)
     assert cycles(pairs[0][0]) == ()
     (said,) = [r.message for r in caplog.records if "2 calls repeat" in r.message]
-    assert "each runs under its own plan" in said and "Give memory=" in said
+    assert "each runs under its own plan" in said and "Give weight_memory=" in said
     assert arena.nbytes + kept <= alone
 
 
@@ -180,8 +180,10 @@ def floor(unread: int) -> int:
     model, _ = with_biases(4)
     model.unread = nn.Parameter(torch.zeros(unread))
     torch._dynamo.reset()
-    run = torch.compile(model.blocks[0], backend="chunkflow", options={**EAGER, "slowdown": None, "memory": "1B"})
-    with pytest.raises(Exception, match="memory=1 B is too little") as told:
+    run = torch.compile(
+        model.blocks[0], backend="chunkflow", options={**EAGER, "slowdown": None, "weight_memory": "1B"}
+    )
+    with pytest.raises(Exception, match="weight_memory=1 B is too little") as told:
         run(torch.randn(4, 32))
     return memory_named(told.value)
 
@@ -194,7 +196,7 @@ def test_memory_counts_what_a_program_does_not_read() -> None:
     kept = sum(p.nbytes for p in model.parameters() if p.nbytes < MIN_BYTES)
     offload(model, min_bytes=MIN_BYTES)
     for block in model.blocks:
-        block.compile(backend="chunkflow", options={**EAGER, "slowdown": None, "memory": least})
+        block.compile(backend="chunkflow", options={**EAGER, "slowdown": None, "weight_memory": least})
     check_steps(model, twin, 6)
     (route,) = cycles(model)
     assert route.arena.nbytes + kept <= least

@@ -85,7 +85,7 @@ def test_a_cycle_keeps_to_the_budget_of_its_calls(tmp_path: Path) -> None:
     (tmp_path / "slow.json").write_text(slow.to_json())
     model, twin = small_twins("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
-    options = {**EAGER, "slowdown": None, "memory": 700_000, "hardware": str(tmp_path / "slow.json")}
+    options = {**EAGER, "slowdown": None, "weight_memory": 700_000, "hardware": str(tmp_path / "slow.json")}
     model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
     compare = step_of(model, twin)
 

@@ -99,7 +99,7 @@ class Pair:
         if "arena" not in options:
             offload(self.model, min_bytes=EAGER["min_bytes"], **(placing or {}))
         chosen = {**EAGER, "hoist": True, **options}
-        if "memory" in options:
+        if "weight_memory" in options:
             chosen.pop("slowdown")
             chosen["hardware"] = options.get("hardware", FAST)
         self.run: Any = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=chosen)
@@ -201,7 +201,7 @@ def test_a_family_in_any_order(name: str) -> None:
 @pytest.fixture
 def pair() -> Pair:
     """A small one that has computed the rows of all timesteps and prompts."""
-    made = Pair(memory=MEMORY)
+    made = Pair(weight_memory=MEMORY)
     fill(made)
     return made
 
@@ -215,7 +215,7 @@ def fill(pair: Pair) -> None:
 
 def test_a_table_within_its_share_of_memory_evicts_rows() -> None:
     """Of the six rows, it has room for two."""
-    pair = Pair(memory=26_000)
+    pair = Pair(weight_memory=26_000)
     rows = 26_000 // 16 // ROW_BYTES
     assert rows == 2
     for time in range(TIMES):
@@ -229,7 +229,7 @@ def test_replanning_keeps_the_rows(pair: Pair) -> None:
     """With a larger and a smaller budget, within which weights and table stay."""
     assert pair.main.plan.moved_bytes == 0
     for memory in (25_000, 10**6, 26_000, MEMORY):
-        replan(pair.run, memory=memory)
+        replan(pair.run, weight_memory=memory)
         assert pair.all_hits()
         assert pair.held() <= memory == pair.main.code.settings.goal.memory
         assert (pair.main.plan.moved_bytes > 0) == (memory < 35_000)
@@ -277,7 +277,7 @@ def test_load_state_dict_drops_the_rows(pair: Pair) -> None:
 
 @pytest.mark.parametrize("debug", ["poison", ("poison", "threads")])
 def test_rows_survive_what_the_preamble_leaves_in_the_arena(debug: Any) -> None:
-    pair = Pair(memory=26_000, debug=debug)
+    pair = Pair(weight_memory=26_000, debug=debug)
     rng = random.Random(0)
     hits = [pair.call(rng.randrange(TIMES), rng.randrange(PROMPTS)) for _ in range(24)]
     assert 0 < sum(hits) < 24
@@ -286,7 +286,7 @@ def test_rows_survive_what_the_preamble_leaves_in_the_arena(debug: Any) -> None:
 
 def test_a_step_that_is_a_cuda_graph_gets_rows_as_inputs() -> None:
     cuda = FakeCuda(copy_s=1e-4)
-    pair = Pair(memory=MEMORY, arena=cuda.arena(), cudagraphs=True, debug="poison")
+    pair = Pair(weight_memory=MEMORY, arena=cuda.arena(), cudagraphs=True, debug="poison")
     for _ in range(4):
         for time in range(TIMES):
             pair.call(time)
@@ -312,7 +312,7 @@ def test_packed_weights_are_hoisted() -> None:
     def inputs(*call: int) -> dict[str, Any]:
         return {name: x if name == "t" else x.to(torch.bfloat16) for name, x in modulated_inputs(*call).items()}
 
-    pair = Pair(twins(make), inputs, {"pack": True}, memory=MEMORY)
+    pair = Pair(twins(make), inputs, {"pack": True}, weight_memory=MEMORY)
     fill(pair)
     assert any(buffer.compressed for buffer in pair.filling.buffers.values())
 
@@ -385,7 +385,7 @@ BAD: list[tuple[dict[str, Any], type[nn.Module], str]] = [
     ({"hoist": ()}, Modulated, "names no input"),
     ({"hoist": "yes"}, Modulated, "hoist='yes' is unknown"),
     ({"hoist": 1}, Modulated, "hoist=1 must be True, False, 'auto', or a tuple of names"),
-    ({"memory": 12_000}, Modulated, "keeps rows of 768 B, and at most a sixteenth of memory"),
+    ({"weight_memory": 12_000}, Modulated, "keeps rows of 768 B, and at most a sixteenth of weight_memory"),
     ({"policy": "layerwise", "slowdown": None}, Modulated, "hoist=True would change nothing; leave it out"),
 ]
 
@@ -428,7 +428,7 @@ def test_weights_of_inference_mode_are_refused() -> None:
 
 
 def test_hoisting_ends_if_no_value_comes_again(caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(memory=26_000)
+    pair = Pair(weight_memory=26_000)
     for call in range(SPENT + 2):
         assert not pair.call(call)
         assert pair.held() <= 26_000
@@ -445,8 +445,8 @@ def test_hoisting_ends_if_no_value_comes_again(caplog: pytest.LogCaptureFixture)
 def test_rows_are_the_models_own() -> None:
     """Two models of one class share a compiled graph, and neither uses the rows of the other."""
     torch.manual_seed(0)
-    first = Pair(memory=MEMORY)
-    other = Pair((Modulated().eval(), Modulated().eval()), memory=MEMORY)
+    first = Pair(weight_memory=MEMORY)
+    other = Pair((Modulated().eval(), Modulated().eval()), weight_memory=MEMORY)
     other.twin.load_state_dict(other.model.state_dict())
     for pair in (first, other, first, other):
         pair.call(0)
@@ -470,7 +470,7 @@ def test_a_restored_model_starts_without_rows_and_a_reset_one_runs(pair: Pair) -
 
 
 def test_compiled_code_keeps_no_model_alive() -> None:
-    pair = Pair(memory=MEMORY)
+    pair = Pair(weight_memory=MEMORY)
     pair.call(0)
     model, weight = weakref.ref(pair.model), weakref.ref(pair.model.modulations[0].weight)
     del pair.model, pair.run
@@ -530,7 +530,7 @@ def test_auto_says_that_it_hoists_nothing(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_offload_takes_the_option_for_what_compiles_the_model() -> None:
-    pair = Pair(placing={"hoist": True}, memory=MEMORY, hoist=False)
+    pair = Pair(placing={"hoist": True}, weight_memory=MEMORY, hoist=False)
     assert not pair.call(0) and pair.call(0)
     with pytest.raises(ChunkflowError, match="hoist='yes' is unknown"):
         offload(Modulated(), hoist="yes")

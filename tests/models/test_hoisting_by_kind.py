@@ -43,7 +43,7 @@ class Steps:
     def __init__(self, **options: Any) -> None:
         self.model, self.twin = small_twins("qwen-image", SIZE)
         self.options = {**OPTIONS, **options}
-        if "memory" in options:
+        if "weight_memory" in options:
             del self.options["slowdown"]
 
     def compile(self) -> Steps:
@@ -191,7 +191,7 @@ def test_a_pipeline(applied: Applied) -> None:
 def test_tables_are_within_the_budget() -> None:
     """Those of all blocks, which the plan of their cycle counts."""
     memory = 640 << 10
-    steps = Steps(memory=f"{memory}B", hardware=FAST, chunk_bytes=1024).compile()
+    steps = Steps(weight_memory=f"{memory}B", hardware=FAST, chunk_bytes=1024).compile()
     for generation in range(3):
         steps.generate(generation)
     (cycle,) = cycles(steps.model)
@@ -201,7 +201,7 @@ def test_tables_are_within_the_budget() -> None:
 
 
 def test_auto_hoists_where_no_copy_hides() -> None:
-    steps = Steps(hoist="auto", memory="512KiB", hardware=FAST, chunk_bytes=1024).compile()
+    steps = Steps(hoist="auto", weight_memory="512KiB", hardware=FAST, chunk_bytes=1024).compile()
     steps.generate(0)
     assert steps.computed == [STEPS] * BLOCKS
 

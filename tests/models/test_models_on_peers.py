@@ -116,7 +116,7 @@ def on_a_rank(rank: int, family: str, by_kind: bool, debug: tuple[str, ...], ste
     assert (written.backing.where is Where.SHARED) == (not by_kind and not rank)
     least = (*cycles(model), *programs(model))[0].plan.device_bytes
     if not rank:
-        replan(model, memory=least + (1 << 20))  # on one rank: the others have their plan
+        replan(model, weight_memory=least + (1 << 20))  # on one rank: the others have their plan
     check(run, twin, family, *range(steps + 4, steps + 8))
     if not rank:
         dist.barrier()
@@ -168,7 +168,7 @@ def alone(rank: int, family: str, steps: int) -> None:
         elif rank == 1:
             check(run, twin, family, step, size=Size(layers=2, singles=2, height=16))  # and back
         elif rank == 2:
-            replan(model, memory=whole + step % 3 * whole // 4)
+            replan(model, weight_memory=whole + step % 3 * whole // 4)
         else:
             time.sleep(0.05)
         check(run, twin, family, step)
@@ -311,11 +311,11 @@ def other_budgets(rank: int, profile: str) -> None:
     and the models can be restored."""
     model, twin = small_twins("wan", SIZE)
     options = {**{k: v for k, v in EAGER.items() if k != "slowdown"}, "hardware": profile}
-    run = chunkflow_compile.compile(model, peers=True, memory="420KiB", **options)
+    run = chunkflow_compile.compile(model, peers=True, weight_memory="420KiB", **options)
     with pytest.raises(ChunkflowError, match="too little for peers=True: this rank's pieces of weights take"):
         run(**inputs_of("wan", 0))
     restore(model)
-    run = chunkflow_compile.compile(model, peers="auto", memory="2MiB" if rank else "420KiB", **options)
+    run = chunkflow_compile.compile(model, peers="auto", weight_memory="2MiB" if rank else "420KiB", **options)
     check(run, twin, "wan", 0, 1)
     assert not in_pieces(model)
     restore(model)
@@ -367,7 +367,7 @@ def changes(rank: int) -> None:
             assert not in_pieces(model) & lost and len(in_pieces(model)) >= len(dealt) - number
     if rank:
         other = copy.deepcopy(model)
-        replan(model, memory="1MiB")
+        replan(model, weight_memory="1MiB")
         torch._dynamo.reset()
         check(run, twin, "wan", 30, 31)
         check(other, twin, "wan", 32, 33)
@@ -417,7 +417,7 @@ def ends(rank: int) -> None:
     programs(model)[0].arena.evict()
     check(run, twin, "wan", 22)
     assert in_pieces(model) == dealt and dealt
-    replan(model, memory=1 << 20)
+    replan(model, weight_memory=1 << 20)
     check(run, twin, "wan", 23)
     restore(model)
     check(run, twin, "wan", 24)

@@ -83,7 +83,7 @@ def refuses(run: Callable[[], object], says: str) -> None:
 
 def other_sizes(rank: int, links: str) -> None:
     """With "auto", the plan of the small input wants pieces, and that of the large one none."""
-    options = {"slowdown": None, "hardware": links, "memory": TOTAL * 6 // 10}
+    options = {"slowdown": None, "hardware": links, "weight_memory": TOTAL * 6 // 10}
     for whole in (True, False):
         model, twin = model_and_twin()
         run = placed(model, "auto", whole, **options)
@@ -174,7 +174,7 @@ def fails(*_: object) -> None:
 def failed_plan(rank: int, links: str) -> None:
     """Too little memory on one rank, for its own sizes of the inputs or at all."""
     model, twin = model_and_twin()
-    run = placed(model, whole=True, slowdown=None, memory="24KiB" if rank else None)
+    run = placed(model, whole=True, slowdown=None, weight_memory="24KiB" if rank else None)
     refuses(
         lambda: run(inputs(0)),
         "too little|at least|24.0 KiB" if rank else "not sharded across the ranks, because rank 1 failed: .*24.0 KiB",
@@ -187,7 +187,7 @@ def other_budget(rank: int, links: str) -> None:
     """With "auto", the plan within a large budget wants no pieces, or others."""
     for budgets in ((6, 20), (6, 8)):
         model, twin = model_and_twin()
-        run = placed(model, "auto", slowdown=None, hardware=links, memory=TOTAL * budgets[rank] // 10)
+        run = placed(model, "auto", slowdown=None, hardware=links, weight_memory=TOTAL * budgets[rank] // 10)
         check(run, twin, 0, 1, 2)
         assert same_everywhere(in_pieces(model))
         restore(model)

@@ -89,7 +89,7 @@ def test_a_cycle_for_another_goal() -> None:
     model, step = pair()
     before = run(model, step)
     whole = sum(p.nbytes for p in model.parameters())
-    replan(model, memory=whole // 2)
+    replan(model, weight_memory=whole // 2)
     after = run(model, step)
     assert after.cycle.plan.device_bytes <= whole // 2
     assert after.keys != before.keys or after is not before
@@ -100,16 +100,16 @@ def test_a_cycle_for_another_goal() -> None:
 
 
 def test_a_cycle_that_fits_a_smaller_budget_goes_on() -> None:
-    model, step = pair(memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None, hardware="cpu")
+    model, step = pair(weight_memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None, hardware="cpu")
     before = run(model, step)
     needed = before.cycle.plan.device_bytes + before.settings.outside
-    replan(model, memory=needed)
+    replan(model, weight_memory=needed)
     assert run(model, step) is before, "no other plan is faster within less memory"
     assert all(p.code.settings.goal.memory == needed for p in programs(model))
-    replan(model, memory=needed - 1)
+    replan(model, weight_memory=needed - 1)
     smaller = run(model, step)
     assert smaller is not before and smaller.cycle.plan.device_bytes < before.cycle.plan.device_bytes
-    replan(model, memory=needed + 1)
+    replan(model, weight_memory=needed + 1)
     assert run(model, step) is not smaller, "there may be a faster one"
 
 
@@ -144,7 +144,7 @@ def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
     model, twin = twins(Parted)
     memory = sum(p.nbytes for p in model.parameters()) * 3 // 4
     offload(model, min_bytes=OPTIONS["min_bytes"])
-    options = with_residents(memory=memory, disable=["cycle"])
+    options = with_residents(weight_memory=memory, disable=["cycle"])
     model.compile(backend="chunkflow", options=options)
     for _ in range(3):
         check_steps(model, twin, 1)
@@ -157,7 +157,7 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
     plain = copy.deepcopy(models)
     memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
     for model in models:
-        options = with_residents(memory=memory, arena=arena)
+        options = with_residents(weight_memory=memory, arena=arena)
         model.compile(backend="chunkflow", fullgraph=True, dynamic=True, options=options)
     in_cycles = list[bool]()
     order = (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 4)
@@ -186,14 +186,14 @@ def test_a_cycle_that_is_forgotten_when_it_was_planned_again() -> None:
 
 def test_a_size_that_comes_after_a_replan_runs_in_the_same_cycle() -> None:
     (model, twin), budget = twins(lambda: Stack(4)), 36_000
-    chunkflow_compile.compile(model, **{**EAGER, "slowdown": None, "memory": 10**9})
+    chunkflow_compile.compile(model, **{**EAGER, "slowdown": None, "weight_memory": 10**9})
 
     def step(rows: int) -> None:
         check_steps(model, twin, 1, (rows, 8))
 
     for _ in range(3):
         step(4)
-    replan(model, memory=budget)
+    replan(model, weight_memory=budget)
     for _ in range(4):
         step(4)
     (route,) = cycles(model)

@@ -183,7 +183,7 @@ def test_a_region_lowered_small_beyond_two_to_the_31_elements() -> None:
 
 def test_what_stays_on_the_device_counts_once_for_all_sizes() -> None:
     model = Stack(4).eval()
-    options = {**EAGER, "slowdown": None, "memory": 10**8, "hardware": FAST}
+    options = {**EAGER, "slowdown": None, "weight_memory": 10**8, "hardware": FAST}
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     for rows in (4, 6, 9, 12):
         whole(torch.randn(rows, 8))

@@ -17,15 +17,28 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_options_make_one_goal() -> None:
     given = {"memory": "8GiB", "yield": "hard", "pack": "auto"}
-    assert parse_options(given).goal == Goal(memory=8 << 30, yields="hard", pack="auto")
+    assert parse_options(given).goal == Goal(memory=8 << 30, activations=True, yields="hard", pack="auto")
     assert parse_options(given).settings().goal == parse_options(given).goal
     assert Options().goal == DEFAULT_GOAL and Goal(slowdown=1.3).longest == 1.3 and DEFAULT_GOAL.longest == 1.02
+
+
+def test_a_budget_is_for_weights_and_activations_or_for_weights_alone() -> None:
+    both, alone = Options(memory="8GiB").goal, Options(weight_memory="8GiB").goal
+    assert (both.memory, both.option, both.counted(5)) == (8 << 30, "memory", 5)
+    assert (alone.memory, alone.option, alone.counted(5)) == (8 << 30, "weight_memory", 0)
+    assert alone == Goal(memory=8 << 30) and alone.aimed_at(both) == both == replace(alone, activations=True)
+    with pytest.raises(
+        ChunkflowError, match="Give memory, for weights and activations, or weight_memory, for weights "
+    ):
+        Options(memory="8GiB", weight_memory="4GiB")
+    with pytest.raises(ChunkflowError, match=r"^weight_memory='much' is not a size"):
+        Options(weight_memory="much")
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"memory": 100, "slowdown": 2.0}, "Give memory or slowdown, not both"),  # and not that 100 has no unit
+        ({"memory": 100, "slowdown": 2.0}, r"memory or slowdown, not both"),  # and not that 100 has no unit
         ({"slowdown": 0.5}, "slowdown=0.5 is below 1"),
         (
             {"policy": "resident", "yields": "hard"},
@@ -51,7 +64,7 @@ def test_another_aim_keeps_what_the_user_wants_of_weights() -> None:
 
 def test_a_goal_is_passed_on_whole() -> None:
     """Only what users call takes its fields, and what makes a goal of them."""
-    fields, found = {"memory", "slowdown", "policy", "yields"}, set[str]()
+    fields, found = {"memory", "weight_memory", "slowdown", "policy", "yields"}, set[str]()
     for path in (path for package in ("chunkflow_compile", "passes") for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

@@ -147,7 +147,7 @@ def test_predictions_are_for_a_machine_that_was_measured(known: bool) -> None:
     """The profile of CPUs was measured on another one."""
     model, twin = twins(Parts)
     options = {k: v for k, v in EAGER.items() if k not in ("hardware", "slowdown")}
-    chunkflow_compile.compile(model, **options, memory=48 << 10, **({"hardware": SLOW} if known else {}))
+    chunkflow_compile.compile(model, **options, weight_memory=48 << 10, **({"hardware": SLOW} if known else {}))
     for calls in range(1, 7):
         step(model, twin)
         if calls in (2, 6):  # of a part, and of a cycle

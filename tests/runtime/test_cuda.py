@@ -59,7 +59,7 @@ def compiled(cuda: FakeCuda, make: Any = lambda: Stack(6), **options: Any) -> tu
     """A model on a GPU, its twin, and the compiled model."""
     model, twin = twins(make)
     chosen = {**EAGER, "arena": cuda.arena(), "debug": "poison", **options}
-    if {"memory", "policy"} & options.keys():
+    if {"weight_memory", "policy"} & options.keys():
         chosen.pop("slowdown")
     return model, twin, torch.compile(model, backend="chunkflow", fullgraph=True, options=chosen)
 
@@ -67,7 +67,7 @@ def compiled(cuda: FakeCuda, make: Any = lambda: Stack(6), **options: Any) -> tu
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (lambda: Stack(6), {"memory": 60_000}),
+        (lambda: Stack(6), {"weight_memory": 60_000}),
         (lambda: UlyssesStack(4, width=64), {}),
         (lambda: UlyssesStack(4, width=64), {"policy": "layerwise"}),
     ],

@@ -36,7 +36,7 @@ def compiled(
     """A model on a GPU, its twin, and the compiled model."""
     model, twin = twins(make)
     chosen = {**EAGER, "arena": options.get("arena") or cuda.arena(), "debug": "poison", **options}
-    if {"memory", "policy"} & options.keys():
+    if {"weight_memory", "policy"} & options.keys():
         chosen.pop("slowdown")
     return model, twin, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen)
 
@@ -47,7 +47,7 @@ def log_of(model: nn.Module) -> CaptureLog:
 
 def test_a_call_is_launched_as_one_graph_and_its_outputs_are_right(no_grad: None) -> None:
     cuda = FakeCuda(copy_s=1e-4)
-    model, twin, run = compiled(cuda, memory=60_000)
+    model, twin, run = compiled(cuda, weight_memory=60_000)
     kept = []
     for step in range(50):
         x = torch.randn(16, 8)
@@ -202,7 +202,7 @@ def moved(*models: nn.Module) -> None:
 
 
 def planned_again(model: nn.Module) -> None:
-    replan(model, memory=50_000)
+    replan(model, weight_memory=50_000)
 
 
 def given_memory(model: nn.Module) -> None:
@@ -217,7 +217,7 @@ def measured_again(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", [moved, planned_again, given_memory, measured_again])
 def test_what_a_graph_rests_on_changes(change: Callable[[nn.Module], None], no_grad: None) -> None:
     cuda = FakeCuda(copy_s=1e-4)
-    model, twin, run = compiled(cuda, memory=60_000)
+    model, twin, run = compiled(cuda, weight_memory=60_000)
     sized(model, twin, run, [16], PASSES + 8)
     assert cuda.graphs[0].launches == 8
     change(model)

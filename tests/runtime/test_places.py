@@ -32,7 +32,7 @@ def unrolled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def work(layers: int, unrolled: list[str]) -> list[int]:
     """Ops unrolled at each of three new sizes of a model that is compiled by kind and streams."""
     torch._dynamo.reset()
-    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "policy": "chunkflow", "memory": 60_000}
+    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "policy": "chunkflow", "weight_memory": 60_000}
     model = Stack(layers).eval()
     compiled = chunkflow_compile.compile(model, **options)
     unrolled_ops = []

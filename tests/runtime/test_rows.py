@@ -433,7 +433,7 @@ def test_the_number_of_rows_is_limited_too() -> None:
 def test_a_row_that_does_not_fit_is_an_error_before_and_after_it_is_computed() -> None:
     rows, inputs = table(lambda: 3000), [torch.zeros(1)]
     key = rows.key(inputs)
-    said = r"One row of hoisted values takes 4\.0 KiB, but the table may use 2\.9 KiB\. Raise memory="
+    said = r"One row of hoisted values takes 4\.0 KiB, but the table may use 2\.9 KiB\. Raise the budget"
     with pytest.raises(ChunkflowError, match=said):
         rows.missing(key, inputs, 4096)
     missing = rows.missing(key, inputs, ROW_BYTES)

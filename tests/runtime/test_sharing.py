@@ -28,9 +28,9 @@ OPTIONS = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 THREADS = ("threads", "poison")
 SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
 # Keeps some weights and streams the others, on a machine on which copies do not hide.
-TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": FAST}
+TIGHT: dict[str, object] = {"weight_memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": FAST}
 # Some chunks of a weight that streams stay on the device.
-PARTLY = {**TIGHT, "memory": 45500, "chunk_bytes": 2048, "min_bytes": 0}
+PARTLY = {**TIGHT, "weight_memory": 45500, "chunk_bytes": 2048, "min_bytes": 0}
 
 
 def stack(layers: int = 3, seed: int = 0) -> Stack:
@@ -107,7 +107,7 @@ def test_what_was_written_is_copied_again_alone(goal: dict[str, Any], no_grad: N
     assert {name: value.data_ptr() for name, value in session.executor.binding.values.items()} == before
     if goal == PARTLY:
         assert any(None in w.windows for w in session.plan.streamed) and any(primed.values())
-    if goal.get("memory"):
+    if goal.get("weight_memory"):
         assert not all(primed.values()), "some come later anyway"
 
 
@@ -153,7 +153,7 @@ def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> No
 
 def test_an_arena_grows_with_the_largest_of_its_programs(no_grad: None) -> None:
     arena, model, twin = Arena(), stack(), stack()
-    small = compiled(model, **{**TIGHT, "arena": arena, "memory": 30000})
+    small = compiled(model, **{**TIGHT, "arena": arena, "weight_memory": 30000})
     x = torch.randn(4, 8)
     small(x)
     (first,) = programs(model)

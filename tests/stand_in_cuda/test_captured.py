@@ -30,7 +30,7 @@ def log_of(model: nn.Module) -> CaptureLog:
 
 
 def test_fifty_steps_with_written_weights_two_sizes_and_other_plans() -> None:
-    model, run, twin = placed(6, cudagraphs=True, policy="chunkflow", memory=2 * MIB)
+    model, run, twin = placed(6, cudagraphs=True, policy="chunkflow", weight_memory=2 * MIB)
     control.settings(lag=400)
     got = []
     for step in range(50):
@@ -41,7 +41,7 @@ def test_fifty_steps_with_written_weights_two_sizes_and_other_plans() -> None:
                 for m in (model, twin):
                     m.blocks[step % 6].up.weight.mul_(1.5)
         if step == 30:
-            replan(model, memory=3 * MIB)
+            replan(model, weight_memory=3 * MIB)
     torch.cuda.synchronize()
     assert all(torch.equal(ours, theirs) for ours, theirs in got)
     logs = [program.call.captures for program in programs(model)]
@@ -133,7 +133,7 @@ def test_a_launch_is_few_calls_of_the_runtime(share: float) -> None:
     model, run, right = streamed(
         lambda: small_model("flux", size),
         policy="chunkflow",
-        memory=memory,
+        weight_memory=memory,
         chunk_bytes=1 << 12,
         group_bytes=1 << 14,
         cudagraphs=True,
@@ -234,7 +234,7 @@ def test_weights_on_the_drive(tmp_path: Path) -> None:
     small_model("flux", size).save_pretrained(tmp_path)
     model, twin = (FluxTransformer2DModel.from_pretrained(tmp_path).eval() for _ in range(2))
     offload(model, "cuda", min_bytes=4096, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
-    compile(model, memory="3MiB", chunk_bytes=1 << 12, lowering="eager", cudagraphs=True)
+    compile(model, weight_memory="3MiB", chunk_bytes=1 << 12, lowering="eager", cudagraphs=True)
     twin.cuda()
     with torch.no_grad():
         for step in range(PASSES + 3):

@@ -68,7 +68,7 @@ def peaks(policy: dict[str, Any], lowering: str) -> tuple[list[int], nn.Module]:
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-@pytest.mark.parametrize("policy", [{"policy": "layerwise"}, {"policy": "chunkflow", "memory": 150 * MIB}])
+@pytest.mark.parametrize("policy", [{"policy": "layerwise"}, {"policy": "chunkflow", "weight_memory": 150 * MIB}])
 def test_peak_memory_is_what_the_plan_says(
     policy: dict[str, Any], lowering: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -36,7 +36,7 @@ def test_a_cycle_and_its_jumps() -> None:
     """Of a model of 4 MiB of weights in a budget of half of them."""
     model, _, twin = placed(4, 256)
     for block in model.blocks:
-        block.compile(backend="chunkflow", options={**OPTIONS, "policy": "chunkflow", "memory": 2 * MIB})
+        block.compile(backend="chunkflow", options={**OPTIONS, "policy": "chunkflow", "weight_memory": 2 * MIB})
     order = [0, 1, 2, 3]
     for _ in range(3):
         step(model, twin, order)
@@ -64,7 +64,7 @@ def test_a_cycle_and_its_jumps() -> None:
 
 def test_sizes_in_turns() -> None:
     """Two compilations, a plan for each size, one arena."""
-    model, run, twin = placed(4, 256, policy="chunkflow", memory=2 * MIB)
+    model, run, twin = placed(4, 256, policy="chunkflow", weight_memory=2 * MIB)
     for rows, columns in 3 * [(2, 3), (4, 6), (8, 5), (16, 9)]:
         check_steps(run, twin, 1, (rows, columns, 8), "cuda")
     torch.cuda.synchronize()
@@ -87,7 +87,7 @@ class Lagging:
         model.load_state_dict(self.twin.state_dict())
         offload(model, "cuda", min_bytes=4096)
         memory = sum(p.nbytes for p in model.parameters()) // 2
-        chosen = {**OPTIONS, "policy": "chunkflow", "memory": memory, **options}
+        chosen = {**OPTIONS, "policy": "chunkflow", "weight_memory": memory, **options}
         self.model = chunkflow_compile.compile(model, **chosen)
         self.inputs = [torch.randn(16, 8, device="cuda") for _ in range(4)]
         self.begun: list[torch.cuda.Event] = []  # one for each call

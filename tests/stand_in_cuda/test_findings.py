@@ -293,7 +293,7 @@ def test_an_error_that_sticks_loses_no_weight() -> None:
 @pytest.mark.parametrize("left", range(3))
 def test_out_of_memory_leaves_the_model_intact(left: int) -> None:
     """At each allocation in turn: the arena, the residents, the activations."""
-    model, run, twin = placed(8, width=1024, policy="chunkflow", memory=40 * MIB)
+    model, run, twin = placed(8, width=1024, policy="chunkflow", weight_memory=40 * MIB)
     values = {k: v.cpu() for k, v in twin.state_dict().items()}
     x = torch.randn(16, 8, device="cuda")
     torch.cuda.empty_cache()

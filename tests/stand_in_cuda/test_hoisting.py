@@ -26,7 +26,12 @@ READ = "copies to the host"
 
 def hoisted(family: str, **options: Any) -> tuple[nn.Module, Any, Any]:
     """A hoisted model, the compiled function, and one that computes the same with all weights on the device."""
-    given: dict[str, Any] = {"policy": "chunkflow", "memory": 3 * MIB, "group_bytes": 1 << 14, "chunk_bytes": 1 << 12}
+    given: dict[str, Any] = {
+        "policy": "chunkflow",
+        "weight_memory": 3 * MIB,
+        "group_bytes": 1 << 14,
+        "chunk_bytes": 1 << 12,
+    }
     return streamed(lambda: small_model(family, SIZE), hoist=True, **given, **options)
 
 

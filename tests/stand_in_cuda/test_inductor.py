@@ -126,7 +126,7 @@ def test_the_first_step_by_kind() -> None:
             torch._inductor.utils.clear_caches()  # what a process holds of the caches on disk
             counters.clear()
             model = small_model("wan", size).eval()
-            compile(model, device="cuda", min_bytes=4096, hardware="h200", memory="2MiB")
+            compile(model, device="cuda", min_bytes=4096, hardware="h200", weight_memory="2MiB")
             with control.counted() as made:
                 model(**on_card(small_inputs("wan", size, 0)))
                 torch.cuda.synchronize()

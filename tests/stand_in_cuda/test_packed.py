@@ -40,7 +40,7 @@ def test_equal_to_raw_ones(cudagraphs: bool, tmp_path: Path) -> None:
     on_drive = {} if cudagraphs else {"host_memory": sum(p.nbytes for p in model.parameters()) // 2}
     offload(model, "cuda", min_bytes=4096, pack=True, **on_drive)
     count, most = packed(model), sum(p.nbytes for p in twin.parameters())
-    compile(model, memory="2MiB", **options)
+    compile(model, weight_memory="2MiB", **options)
     name = next(n for n, p in twin.named_parameters() if n.startswith("transformer_blocks.1.") and p.nbytes >= 1 << 15)
     with torch.no_grad():
         for step in range(PASSES + 6):
@@ -61,7 +61,7 @@ def test_equal_to_raw_ones(cudagraphs: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "by_kind"), [("qwen-image", True), ("wan", False)])
 def test_other_families(family: str, by_kind: bool) -> None:
     model, twin = (small_model(family, SIZE).to(torch.bfloat16).cuda() for _ in range(2))
-    options: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 1 << 12, "lowering": "eager", "memory": "2MiB"}
+    options: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 1 << 12, "lowering": "eager", "weight_memory": "2MiB"}
     if by_kind:
         run: Any = compile(model, device="cuda", pack=True, **options)
     else:

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "min_bytes": 4096,
     "chunk_bytes": 1 << 12,
     "lowering": "eager",
-    "memory": "1.5MiB",
+    "weight_memory": "1.5MiB",
     "hardware": "h100-nvlink",
 }
 

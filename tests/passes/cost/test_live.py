@@ -59,10 +59,12 @@ class Modulated(nn.Module):
 class Exchange(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.beside, self.second = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(funcol.all_to_all_single(self.first(x), None, None, dist.group.WORLD))
+        exchanged = funcol.all_to_all_single(self.first(x), None, None, dist.group.WORLD)
+        y = self.beside(x)
+        return self.second(exchanged) + y
 
 
 @pytest.mark.parametrize("name", [n if n == FAST else pytest.param(n, marks=pytest.mark.long) for n in PRESETS])
@@ -107,9 +109,15 @@ def test_a_region_frees_what_no_later_one_reads() -> None:
 
 
 def test_a_collective_holds_its_operand_until_it_is_complete() -> None:
+    """Also while another region runs."""
     with fake_ranks():
-        live = of(Exchange(), 1 << 20, torch.randn(TOKENS, WIDTH))
-    assert [r.live for r in live.problem.regions] == [2 * STATE, 3 * STATE]
+        parts = of(Exchange(), 1, torch.randn(TOKENS, WIDTH))
+    first, exchange, completion, beside, second = parts.sequence
+    assert live_of(parts.storages, (first, exchange, beside, completion, second)).peaks == (
+        2 * STATE,
+        4 * STATE,
+        4 * STATE,
+    )
 
 
 def test_a_coarser_cut_fits_where_the_finest_one_does_not() -> None:

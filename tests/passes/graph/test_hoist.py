@@ -199,7 +199,7 @@ def test_hoisting_that_cannot_be_is_refused() -> None:
     with pytest.raises(ChunkflowError, match="no weight is read by products of small inputs alone"):
         hoisting_of(replace(traced, slow=frozenset()), SETTINGS)
     tight = replace(SETTINGS, goal=Goal(memory=15 * halves.row_bytes, hoist=True))
-    with pytest.raises(ChunkflowError, match="at most a sixteenth of memory"):
+    with pytest.raises(ChunkflowError, match="at most a sixteenth of weight_memory"):
         hoisting_of(traced, tight)
 
 

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.units import enough
+from chunkflow_compile.units import enough, size
 
 
 def planned(found: Problem, machine: Hardware = MACHINE, **goal: object) -> Plan:
@@ -81,12 +81,30 @@ def test_a_goal_is_kept(found: Problem, machine: Hardware, room: float, slowdown
         return
     least = floor(found, machine)
     assert planned(found, machine, memory=least).device_bytes == least
-    with pytest.raises(ChunkflowError, match=f"Give memory='{enough(least)}' "):
+    with pytest.raises(ChunkflowError, match=f"Give weight_memory='{enough(least)}' "):
         planned(found, machine, memory=least - 1)
     memory = least + int(room * found.total_bytes)
     plan = planned(found, machine, memory=memory)
     assert plan.device_bytes <= memory
     assert plan.predicted is not None and plan.predicted.peak_bytes <= plan.device_bytes
+
+
+def test_memory_counts_activations_and_weight_memory_does_not() -> None:
+    found, held = blocks_problem(4), (CHUNK, 3 * CHUNK + 5)
+    regions = (replace(region, live=held[k % 2]) for k, region in enumerate(found.regions))
+    found, live = replace(found, regions=tuple(regions)), max(held)
+    least = floor(found)
+    tight = least + CHUNK
+    both = planned(found, memory=tight + live, activations=True)
+    assert both == planned(found, memory=tight) != planned(found, memory=tight + live)
+    assert both.device_bytes + live <= tight + live
+    assert planned(found, memory=least + live, activations=True).device_bytes == least
+    said = rf"{re.escape(size(live))} of them for activations, .*Give memory='{enough(least + live)}' or more"
+    with pytest.raises(ChunkflowError, match=f"^memory=.* is too little: .*{said}"):
+        planned(found, memory=least + live - 1, activations=True)
+    with pytest.raises(ChunkflowError, match=r"^memory=.* is below the .* that policy resident takes"):
+        planned(found, policy="resident", memory=found.total_bytes + live - 1, activations=True)
+    assert not planned(found, policy="resident", memory=found.total_bytes + live, activations=True).streamed
 
 
 @pytest.mark.parametrize("compute", [10.0, 18.0, 25.0, 40.0, 80.0])
@@ -245,7 +263,7 @@ def test_a_budget_of_the_whole_model_keeps_the_whole_model() -> None:
     plan = planned(found, memory=1000)
     assert plan.device_bytes == 1000 and not plan.streamed
     assert planned(found, slowdown=9.0).device_bytes <= 1000
-    with pytest.raises(ChunkflowError, match="Give memory='1000B' "):
+    with pytest.raises(ChunkflowError, match="Give weight_memory='1000B' "):
         planned(found, memory=999)
 
 
@@ -328,7 +346,7 @@ def test_both_goals_and_impossible_ones_are_refused() -> None:
         planned(found, policy="layerwise", slowdown=1.5)
     # two slots of 256 bytes, one after the other in the same place: more than both weights, which have odd sizes
     odd = problem([5, 5], [weight(0, 100, (0,)), weight(1, 100, (1,))])
-    with pytest.raises(ChunkflowError, match="memory=200 B is too little: the program needs 256 B"):
+    with pytest.raises(ChunkflowError, match="weight_memory=200 B is too little: the program needs 256 B"):
         planned(odd, memory=200, inside=True)
     assert planned(odd, memory=256, inside=True).device_bytes == 256
 
