@@ -48,7 +48,7 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
     for program in programs(model):
         wanted, cut = program.code.settings.goal.split, program.code.cut
         notes |= dict.fromkeys(slices_notes(cut.problem))
-        if wanted in (1, "auto"):
+        if not isinstance(wanted, int) or wanted == 1:
             continue
         split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
         whole = {r.info.key: r for r in (cut.whole or cut).regions if block_type(r.info.block) not in split}
