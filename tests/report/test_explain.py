@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -258,7 +259,7 @@ def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
         (63, "blocks are not split: 63 tokens cannot be divided into 2 slices of one size."),
     ],
 )
-def test_slices_of_blocks_and_why_others_are_whole(tokens: int, said: str) -> None:
+def test_slices_of_blocks_and_why_others_are_whole(tokens: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = InTurn(Block(64) for _ in range(2)).eval()
     chunkflow_compile.offload(model, min_bytes=64)
     model.compile(backend="chunkflow", fullgraph=True, options={"split": 2, "lowering": "eager", "min_bytes": 64})
@@ -268,6 +269,9 @@ def test_slices_of_blocks_and_why_others_are_whole(tokens: int, said: str) -> No
     found = explain(model)
     (live,) = {program.program.problem.live_bytes for program in programs(model)}
     assert said in found.notes and f"activations: {size(live)} predicted" in found.notes
+    peak = found.device_bytes + (3 << 20)  # as a GPU's allocator counts it
+    monkeypatch.setattr(sys.modules["chunkflow_compile.pipeline.explain"], "_peak", lambda _: peak)
+    assert f"activations: {size(live)} predicted, 3.0 MiB measured" in explain(model).notes
 
 
 def test_a_vae_that_determines_the_peak_can_decode_in_tiles() -> None:
