@@ -19,7 +19,6 @@ import pytest
 import readme_gpus
 import readme_table
 import torch
-from helpers import Block, InTurn, cut_of
 from methods import (
     BENCHMARKS,
     CHART,
@@ -43,7 +42,6 @@ from methods import (
 from readme_table import README, chart_data, digest, written
 
 from chunkflow_compile.catalog.presets import Workload, preset
-from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 
 NAMES = {title: model for model, title in MODELS.items()}
@@ -242,20 +240,6 @@ def test_a_changed_row_is_a_stale_readme() -> None:
     ):
         others = [changed if each is row else each for each in rows]
         assert written(text, others) != text and digest(others) != digest(rows)
-
-
-def test_a_row_is_planned_with_the_activations_of_compiled_code() -> None:
-    """Of whole blocks, or of slices if the budget needs them: in the least budget it runs, in less it does not."""
-    row = readme_gpus.Planned("flux.1-dev")
-    row.__dict__["traced"] = cut_of(InTurn(Block(64, 512) for _ in range(2)), torch.randn(1, 4096, 64)).traced
-    row.__dict__["others"] = [readme_gpus.Part(weights=64, small=64, activations=64, grouped=64)]
-    machine = load_profile("rtx-4090-pcie")
-    whole, *slices = (cut.problem.live_bytes for cut in row.cuts)
-    assert row.activations == whole > min(slices) and row.least < whole + row.kept
-    assert row.group_offload(machine).nbytes >= whole
-    assert row.forward_s(machine, 4 * whole) <= row.forward_s(machine, row.least)
-    with pytest.raises(ChunkflowError, match="is too little"):
-        row.forward_s(machine, row.least - 4096)
 
 
 def test_every_case_of_the_page_is_planned() -> None:

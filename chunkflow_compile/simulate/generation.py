@@ -16,10 +16,8 @@ from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory
-from chunkflow_compile.passes.placement.splitting import splits
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
-from chunkflow_compile.report.plan_tables import slices_notes
 from chunkflow_compile.units import enough, size
 
 from .group_offload import play_group_offload, there_and_back_s
@@ -53,8 +51,9 @@ class Component:
     tileable: bool = False
 
     def goal(self, room: int) -> Goal:
-        """For so many bytes of weights and activations."""
-        return Goal(memory=max(0, room - (self.activations or 0)), activations=self.activations is None, pack=self.pack)
+        """For so many bytes of weights and activations.  Blocks stay whole, as in a pipeline, which plans its weights alone."""
+        memory = max(0, room - (self.activations or 0))
+        return Goal(memory=memory, activations=self.activations is None, pack=self.pack, split=1)
 
     def alive(self, problem: Problem | None) -> int:
         """Bytes of activations in a call of this problem, None if it runs eagerly."""
@@ -158,7 +157,7 @@ def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
         return c.weights + c.alive(None), c.alive(None)
     cuts = [c.cut]
     if c.activations is None:
-        cuts += splits(whole_blocks(c.cut, Settings(hardware=hardware)))
+        cuts.append(whole_blocks(c.cut, Settings(hardware=hardware)))
     forms = [packed(cut, packable(cut)) if pack else cut for cut in cuts for pack in _PACKS[c.pack]]
     found = [(form.problem, c.alive(form.problem)) for form in forms]
     return min((least_memory(p, hardware, DEFAULT_CHUNK_BYTES) + alive, alive) for p, alive in found)
@@ -189,5 +188,4 @@ def _phase(component: Component, settings: Settings) -> PhaseMemory:
         seconds=seconds,
         plan=plan,
         tileable=component.tileable,
-        notes=() if problem is None else slices_notes(problem),
     )

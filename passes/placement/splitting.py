@@ -75,10 +75,10 @@ def splits(cut: Cut) -> Iterator[Cut]:
 
 
 def _types(cut: Cut) -> dict[str, BlockType]:
-    """The type of each block."""
+    """The type of each block.  A graph of one block, which is compiled by itself, is one without a name."""
     types: dict[str, BlockType] = {}
     for region in cut.problem.regions:
-        if region.block:
+        if region.block or cut.traced.repeats is not None:
             types[region.block] = (*types.get(region.block, ()), region.key)
     return types
 

@@ -103,3 +103,12 @@ def test_the_budget_of_weights_and_activations_splits() -> None:
         (program,) = chunkflow_compile.programs(model)
         assert program.program.plan.device_bytes + program.program.problem.live_bytes <= memory
         assert (max(repeats(model)) > 1) == (memory == least)
+
+
+def test_blocks_that_are_compiled_by_themselves() -> None:
+    """Their streams are inputs, which belong to the caller: they are not overwritten."""
+    model, twin = small_twins("wan", SIZE)
+    chosen = {**EAGER, "slowdown": None, "weight_memory": "1MiB", "min_bytes": 0, "split": 2}
+    chunkflow_compile.compile(model, **chosen)
+    check_small(model, twin, "wan", SIZE, range(3))
+    assert repeats(model) == {1, 2}
