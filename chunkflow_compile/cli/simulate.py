@@ -59,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     calls = {policy: call for policy, (_, call) in predicted.items()}
     shown = replace(record, arms={p: _per_forward(arm, target.forwards) for p, arm in record.arms.items()})
     memory = target.settings.goal.memory
-    taken = {policy: _taken(target, policy, record.arms[policy]) for policy in policies}
-    fits = {} if memory is None else {policy: nbytes <= memory for policy, nbytes in taken.items()}
+    fits: dict[str, bool] = {}
+    if memory is not None:
+        fits = {policy: _taken(target, policy, arm) <= memory for policy, (arm, _) in predicted.items()}
     say(arguments, f"{prose(_answer(shown, fits, memory))}\n\n{prose(f'{target.heading}{packed}{pieces}')}\n")
     say(arguments, table(shown, _policy_columns(calls, fits, memory), per="forward"))
     write_json(arguments, record.body)

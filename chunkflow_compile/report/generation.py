@@ -23,7 +23,8 @@ class PhaseMemory:
     """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of the weights of its
     component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last
     if its weights return to the host then, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights,
-    None if it runs eagerly or under group offload.  ``tileable``: whether it would take fewer bytes with ``enable_tiling``."""
+    None if it runs eagerly or under group offload.  ``tileable``: whether it would take fewer bytes with ``enable_tiling``.
+    """
 
     name: str
     weights: int

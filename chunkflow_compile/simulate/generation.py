@@ -51,7 +51,7 @@ class Component:
     tileable: bool = False
 
     def goal(self, room: int) -> Goal:
-        """For so many bytes of weights and activations.  Blocks stay whole, as in a pipeline, which plans its weights alone."""
+        """For so many bytes of weights and activations.  Blocks stay whole, as in a pipeline: it plans weights."""
         memory = max(0, room - (self.activations or 0))
         return Goal(memory=memory, activations=self.activations is None, pack=self.pack, split=1)
 
