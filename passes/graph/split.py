@@ -61,7 +61,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
     sequence = with_peaks(sequence, storages)
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     problem = problem_at(cut.traced, cut.discovery, [r.info for r in regions], sequence)
-    return Cut(cut.traced, cut.discovery, tuple(regions), tuple(sequence), problem, storages, None, cut.recomputed, cut)
+    return Cut(cut.traced, cut.discovery, tuple(regions), tuple(sequence), problem, storages, None, cut)
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
