@@ -123,6 +123,11 @@ def weights_of(op: Op) -> tuple[str, ...]:
     return op.weights if isinstance(op, Wait) else ()
 
 
+def released_by(op: Op) -> tuple[str, ...]:
+    """The values that an op drops."""
+    return op.values if isinstance(op, Release) else ()
+
+
 def copies(ops: Iterable[Op]) -> Iterator[Copy]:
     """The copies among ops."""
     return (op for op in ops if isinstance(op, Copy))

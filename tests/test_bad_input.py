@@ -217,7 +217,7 @@ def test_weights_that_are_attributes_of_the_graph(no_grad: None) -> None:
 def test_the_floor_that_the_error_names_is_enough(option: str, no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     with pytest.raises(Exception, match=f"(?<!_){option}=1 B is too little") as raised:
-        run(model, x, **{option: "1B"})
+        run(model, x, **{option: "1B"}, lowering="eager")
     named = re.search(rf"Give {option}='(\S+)' or more", str(raised.value))[1]
     torch.testing.assert_close(run(model, x, **{option: named}, lowering="eager"), twin(x))
     program = programs(model)[-1].program
@@ -225,7 +225,7 @@ def test_the_floor_that_the_error_names_is_enough(option: str, no_grad: None) ->
     floor = program.plan.device_bytes + (program.problem.live_bytes if option == "memory" else 0)
     assert floor <= parse_bytes(named, option) < floor + 1024 / 10
     with pytest.raises(Exception, match=f"is too little: .*Give {option}='{named}'"):
-        run(model, x, **{option: floor - 1})
+        run(model, x, **{option: floor - 1}, lowering="eager")
 
 
 def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, no_grad: None) -> None:

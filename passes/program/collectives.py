@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is_wait_tensor, list_of
-from chunkflow_compile.passes.step import Release, Run
+from chunkflow_compile.passes.step import released_by
 
 from .happens_before import HappensBefore
 from .memory import Memory
@@ -56,12 +56,12 @@ def _check_readers_of_released(program: Program) -> Iterator[str]:
     for node, ops in issued(program):
         taken: tuple[str, ...] = ()  # by the region, if it runs next
         for op in ops:
-            if isinstance(op, Release):
-                taken = op.values
+            if values := released_by(op):
+                taken = values
                 released |= dict.fromkeys(taken, node)
                 continue
             for value in (operand.name for operand in node.all_input_nodes):
-                if value in released and not (isinstance(op, Run) and value in taken):
+                if value in released and not (node.op == "call_module" and value in taken):
                     yield _late(value, node.name, released.pop(value))
             taken = ()
 
