@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -25,6 +25,7 @@ from chunkflow_compile.passes.names import (
     Hoist,
     Pack,
     Policy,
+    Split,
     Yield,
 )
 from chunkflow_compile.passes.pipeline import Settings, check_disabled
@@ -70,7 +71,7 @@ class PipelineOptions(_Keyword, total=False):
     cudagraphs: CudaGraphsWanted
     pack: Pack
     hoist: Hoist | Sequence[str]
-    split: int | Literal["auto"]
+    split: Split
     disable: Sequence[str]
     pin_memory: Size | None
     debug: str | Sequence[str]
@@ -97,7 +98,7 @@ class Options:
     within it.  Activations are predicted for the sizes of the inputs."""
 
     weight_memory: Size | None = None
-    """Budget for weights on the device (arena and residents) alone, in place of memory."""
+    """Budget for the weights on the device only (arena and residents).  Give this or memory, not both."""
 
     slowdown: float | None = None
     """Longest predicted step, relative to the step with all weights resident.  Picks the smallest plan within it.  1.02
@@ -168,7 +169,7 @@ class Options:
     shorter, within the budget.  A tuple of names: those of these inputs of forward, and of no others.  Their results are kept
     on the device, in at most a sixteenth of the budget."""
 
-    split: int | Literal["auto"] = "auto"
+    split: Split = "auto"
     """Into how many slices of its tokens a block is split, one after the other, so that fewer bytes of activations are on the
     device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none."""
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Hoist, OnPeers, Pack, Policy, Yield
+from chunkflow_compile.passes.names import Hoist, OnPeers, Pack, Policy, Split, Yield
 from chunkflow_compile.units import Size, parse_bytes
 
 # The longest step where the user gives neither a budget nor a slowdown.
@@ -18,9 +17,8 @@ class Goal:
     """What plans are made for: the fastest plan within a budget, or the smallest whose step is short enough.
 
     ``memory``: the budget, most bytes on the device: of weights and activations if ``activations`` is set, else of weights
-    alone.  ``slowdown``: the longest predicted step, as a multiple of
-    the step with all weights resident; see :attr:`longest`.  ``policy``: places the weights.  ``yields``: how copies avoid
-    collectives.
+    alone.  ``slowdown``: the longest predicted step, as a multiple of the step with all weights resident; see
+    :attr:`longest`.  ``policy``: places the weights.  ``yields``: how copies avoid collectives.
     ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
     predicted to be shorter within ``memory``.
     ``peers``: the same for those that lie in pieces on the devices of the ranks.  "auto" also chooses without ``memory``, for
@@ -41,7 +39,7 @@ class Goal:
     pack: Pack | frozenset[str] = False
     peers: OnPeers | frozenset[str] = False
     hoist: Hoist = False
-    split: int | Literal["auto"] = "auto"
+    split: Split = "auto"
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.slowdown is not None:
@@ -69,7 +67,7 @@ class Goal:
         yields: Yield,
         pack: Pack,
         hoist: Hoist = False,
-        split: int | Literal["auto"] = "auto",
+        split: Split = "auto",
     ) -> Goal:
         """The goal that a user gives.  Raises ChunkflowError also if both budgets are given, or if one is not a size."""
         if memory is not None and weight_memory is not None:

@@ -42,6 +42,9 @@ OnPeers = Literal[False, True, "auto"]
 # Whether products of slow inputs are computed once for many steps (graph/hoist.py): "auto" where that is predicted to pay.
 Hoist = Literal[False, True, "auto"]
 
+# Into how many slices the tokens of a block are split (graph/split.py): "auto" for as few as the budget needs.
+Split = int | Literal["auto"]
+
 # How a prefetch moves its bytes, each kind in a lane of its own, which is in order: "copy" from host memory, "pull" from the
 # devices of the ranks.
 Lane = Literal["copy", "pull"]

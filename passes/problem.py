@@ -215,10 +215,6 @@ class Problem:
         """Most bytes of activations that are alive at a time, without :attr:`unpacked_bytes`."""
         return max((r.live for r in self.regions), default=0)
 
-    def weight_budget(self, memory: int) -> int:
-        """Bytes that are left for weights of ``memory`` that counts activations, too; negative if they need more."""
-        return memory - self.live_bytes
-
     @property
     def piece_bytes(self) -> int:
         """Bytes of this rank's pieces of weights, which its device holds whatever the plan does."""

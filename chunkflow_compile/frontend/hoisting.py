@@ -26,6 +26,10 @@ _NOTHING_IN_BLOCKS = (
     "hoist=True changes nothing for %s and the blocks of its kind: products of small inputs alone, such as the timestep, "
     "read none of their weights"
 )
+_NOT_BY_AUTO = (
+    "hoist='auto' hoists nothing: a step is not predicted to be shorter, or no product qualifies. If compile() compiled this "
+    "model whole for it, hoist=False compiles it by block type, which takes less time"
+)
 _A_PART = (
     "hoist=True changes nothing for the part of the model that reads {name}, although {count} of its weights ({nbytes}) "
     "could be hoisted: only whole models and blocks that repeat are hoisted. If a graph break divides the model, remove it; "
@@ -52,16 +56,10 @@ def preamble_of(
     return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
 
 
-_NOT_BY_AUTO = (
-    "hoist='auto' hoists nothing: a step is not predicted to be shorter, or no product qualifies. If compile() compiled this "
-    "model whole for it, hoist=False compiles it by block type, which takes less time"
-)
-
-
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
     """Warn if hoist=True has no effect on a part of a model, or hoist="auto" on a whole one, where True raises an error.
 
-    ``by_kind``: whether the model is compiled by kind: then the small parts beside its blocks are not worth a warning.
+    ``by_kind``: whether the model is compiled by kind; the small parts outside its blocks then get no warning.
     """
     if settings.goal.hoist == "auto" and not settings.part:
         _log.warning(_NOT_BY_AUTO)

@@ -42,8 +42,8 @@ class PhaseMemory:
 
     @property
     def figures(self) -> dict[str, object]:
-        """All but the plan, and what is said in sentences."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable", "notes")}
+        """All but the plan, and what is said in a sentence."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable")}
 
 
 # The phases of a generation, in one way to run it.

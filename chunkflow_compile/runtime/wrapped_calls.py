@@ -61,12 +61,13 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         made = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in fresh]
-        own, returned = iter(made), list[Any]()
+        own = iter(made)
         outputs = [next(own) if over is None else inputs[over] for _, over in slicing.writes]
         taken = [*zip((*inputs, *made), parts, strict=True)]
         inputs.clear()
+        returned: Sequence[Any] = ()
         for i in range(slicing.repeat):
-            returned[:] = region([value if part is None else _part(value, part, i) for value, part in taken])
+            returned = region([value if part is None else _part(value, part, i) for value, part in taken])
         return outputs or returned
 
     return call

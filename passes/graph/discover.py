@@ -312,7 +312,7 @@ def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     return tuple(readers), tuple(chain)
 
 
-def _base(node: Node) -> Node:
+def viewed(node: Node) -> Node:
     """What a node is a view of, itself if it is none."""
     while is_view(node):
         node = node.all_input_nodes[0]
@@ -325,7 +325,7 @@ def _keep(parameter: Parameter, placeholder: Node, readers: Sequence[Node]) -> s
     for reader in readers:
         if reader.op == "output":
             return "returned by the model"
-        if any(_base(operand) is placeholder for operand in written_by(reader)):
+        if any(viewed(operand) is placeholder for operand in written_by(reader)):
             return f"the kernel {kernel_name(reader)} writes it"
         if collective_kind(reader) is not None or is_wait_tensor(reader):
             return f"sent by the collective {reader.name}"

@@ -116,7 +116,7 @@ class Cut:
         """The cut of the same graph at other sizes: costs and bytes of activations are other ones."""
         regions = {region.info.key: region for region in self.regions}
         costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
-        storages = storages_at(traced, self.discovery, self.sequence)
+        storages = _storages_at(traced, self.discovery, self.sequence)
         peaks = live_of(storages, self.sequence).peaks
         infos = [
             replace(region.info, cost=costs[region.info.key], live=peak)
@@ -188,11 +188,22 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
-    storages = storages_at(traced, discovery)
-    sequence = with_peaks(sequence, storages)
-    regions = [item for item in sequence if isinstance(item, CutRegion)]
+    return cut_into(traced, discovery, sequence)
+
+
+def cut_into(
+    traced: Traced, discovery: Discovery, sequence: Sequence[CutRegion | Node], whole: Cut | None = None
+) -> Cut:
+    """The cut of a traced graph into these regions, which learn their peaks.  ``whole``: see :class:`Cut`."""
+    storages = _storages_at(traced, discovery, sequence)
+    peaks = iter(live_of(storages, sequence).peaks)
+    sequence = [
+        replace(item, info=replace(item.info, live=next(peaks))) if isinstance(item, CutRegion) else item
+        for item in sequence
+    ]
+    regions = tuple(item for item in sequence if isinstance(item, CutRegion))
     problem = problem_at(traced, discovery, [r.info for r in regions], sequence)
-    return Cut(traced, discovery, tuple(regions), tuple(sequence), problem, storages)
+    return Cut(traced, discovery, regions, tuple(sequence), problem, storages, whole=whole)
 
 
 class _Segments:
@@ -406,17 +417,8 @@ def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None)
     return replace(cost.repeated(slicing.repeat), tiles=tiles)
 
 
-def with_peaks(sequence: Sequence[CutRegion | Node], storages: Storages) -> list[CutRegion | Node]:
-    """The sequence of a cut, with the most bytes of activations that are alive while each region runs."""
-    peaks = iter(live_of(storages, sequence).peaks)
-    return [
-        replace(item, info=replace(item.info, live=next(peaks))) if isinstance(item, CutRegion) else item
-        for item in sequence
-    ]
-
-
-def storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node] = ()) -> Storages:
-    """The memory of the values of a traced graph, at its sizes.  ``sequence``: of a cut, if it has values of its own."""
+def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
+    """The memory of the values of a traced graph, at its sizes, and of those that only regions of this sequence have."""
     outputs = (node for item in sequence if isinstance(item, CutRegion) for node in item.outputs)
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *outputs))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}

@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.errors import FindingError
 
-from .slice_graphs import Builder, Slice, part_of, viewed
+from .discover import viewed
+from .slice_graphs import Builder, Slice, part_of
 from .slice_rules import Boundary, NoRule, Part, shape_of
 from .slices import Phase, Write, fake_mode, layout_of
 

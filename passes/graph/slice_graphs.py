@@ -294,13 +294,6 @@ def is_view_of_input(node: Node) -> bool:
     return node.op == "placeholder"
 
 
-def viewed(node: Node) -> Node:
-    """The node whose memory a node has."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def depends_on(node: Node, inputs: Collection[Node]) -> bool:
     """Whether a node is computed from one of these inputs, or is one."""
     seen, todo = set[Node](), [node]

@@ -21,9 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.problem import Region
 
-from .discover import collective_kind, is_view, is_wait_tensor, nbytes
+from .discover import collective_kind, is_wait_tensor, nbytes, viewed
 from .keys import structural_key
-from .regions import Cut, CutRegion, Slicing, cost_at, problem_at, storages_at, with_peaks
+from .regions import Cut, CutRegion, Slicing, cost_at, cut_into
 from .slice_check import check_phases
 from .slices import Phase, Whole, phases
 
@@ -40,7 +40,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
     cut = cut.whole or cut
     owned = _owned(cut)
     made = dict[object, tuple[CutRegion, tuple[_Calls, ...]]]()
-    sequence, regions = list[CutRegion | Node](), list[CutRegion]()
+    sequence, count = list[CutRegion | Node](), 0
     for item in cut.sequence:
         if isinstance(item, Node):
             sequence.append(item)
@@ -54,14 +54,10 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
                 made[item.info.key, mine] = item, tuple(_calls(item.module, found))
             new = [*_regions(cut, item, *made[item.info.key, mine])]
         for region in new:
-            info = replace(region.info, index=len(regions), name=f"region_{len(regions)}")
-            regions.append(replace(region, info=info))
-            sequence.append(regions[-1])
-    storages = storages_at(cut.traced, cut.discovery, sequence)
-    sequence = with_peaks(sequence, storages)
-    regions = [item for item in sequence if isinstance(item, CutRegion)]
-    problem = problem_at(cut.traced, cut.discovery, [r.info for r in regions], sequence)
-    return Cut(cut.traced, cut.discovery, tuple(regions), tuple(sequence), problem, storages, None, cut)
+            info = replace(region.info, index=count, name=f"region_{count}")
+            sequence.append(replace(region, info=info))
+            count += 1
+    return cut_into(cut.traced, cut.discovery, sequence, cut)
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
@@ -142,23 +138,22 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
                 outputs[-1] = begun[write.value] = part = states.placeholder(f"part_{left[write.value]}")
                 parts[part] = write.value
         writes = tuple((write.slice, place) for write, place in zip(phase.writes, over, strict=True))
-        graph = _with_inputs_first(
-            phase, [place is not None and write.over is None for write, place in zip(phase.writes, over, strict=True)]
-        )
+        graph = _with_inputs_first(phase, over)
         yield _Calls(graph, tuple(inputs), tuple(outputs), Slicing(phase.repeat, tuple(slices), writes), parts)
 
 
-def _with_inputs_first(phase: Phase, begun: Sequence[bool]) -> GraphModule:
-    """The graph of a phase with the destinations of values that are ``begun`` before those of values with new memory."""
-    fresh = [is_begun for write, is_begun in zip(phase.writes, begun, strict=True) if write.over is None]
-    if not any(fresh) or all(fresh):
+def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
+    """The graph of a phase with the destinations that are inputs before those with new memory.  ``over``: of each write, the
+    position of the input, None for new memory."""
+    given = [place is not None for write, place in zip(phase.writes, over, strict=True) if write.over is None]
+    if not any(given) or all(given):
         return phase.module
     graph = Graph()
     graph.output(graph.graph_copy(phase.module.graph, {}))
     destinations = graph.find_nodes(op="placeholder")[len(phase.inputs) :]
     first = destinations[0]
-    for destination, is_begun in zip(destinations, fresh, strict=True):
-        if is_begun and destination is not first:
+    for destination, is_given in zip(destinations, given, strict=True):
+        if is_given and destination is not first:
             first.prepend(destination)
     return GraphModule(phase.module, graph)
 
@@ -168,21 +163,15 @@ def _owned(cut: Cut) -> list[frozenset[int]]:
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
         for node in item.inputs if isinstance(item, CutRegion) else item.all_input_nodes:
-            last[_base(node)] = place
+            last[viewed(node)] = place
     (output,) = cut.source.graph.find_nodes(op="output")
-    last |= {_base(node): len(cut.sequence) for node in output.all_input_nodes}
-    made = {node for region in cut.regions for node in region.outputs if _allocates(_base(node))}
+    last |= {viewed(node): len(cut.sequence) for node in output.all_input_nodes}
+    made = {node for region in cut.regions for node in region.outputs if _allocates(viewed(node))}
     return [
-        frozenset(i for i, node in enumerate(item.inputs) if node in made and last[_base(node)] == place)
+        frozenset(i for i, node in enumerate(item.inputs) if node in made and last[viewed(node)] == place)
         for place, item in enumerate(cut.sequence)
         if isinstance(item, CutRegion)
     ]
-
-
-def _base(node: Node) -> Node:
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _allocates(node: Node) -> bool:

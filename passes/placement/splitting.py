@@ -60,7 +60,8 @@ def splits(cut: Cut) -> Iterator[Cut]:
     able, types, least = _Able(cut), _types(cut), cut.problem.live_bytes
     peaks: dict[BlockType, dict[int, int]] = {kind: {} for kind in types.values()}
     for repeat in REPEATS:
-        tried = cut if repeat == 1 else _split(cut, dict.fromkeys(peaks, repeat), able)
+        alike = dict.fromkeys(peaks, repeat)
+        tried = cut if repeat == 1 else _split(cut, alike, able)
         outside = 0
         for region in tried.problem.regions:
             kind = types.get(region.block)
@@ -71,7 +72,8 @@ def splits(cut: Cut) -> Iterator[Cut]:
         level = max([outside, *(min(of.values()) for of in peaks.values())])
         if level < least:
             least = level
-            yield _split(cut, {kind: next(k for k in of if of[k] <= level) for kind, of in peaks.items()}, able)
+            enough = {kind: next(k for k in of if of[k] <= level) for kind, of in peaks.items()}
+            yield tried if enough == alike else _split(cut, enough, able)
 
 
 def _types(cut: Cut) -> dict[str, BlockType]:

@@ -51,7 +51,7 @@ def _fit(node: Node, slicing: Slicing) -> bool:
     return written and len(slicing.inputs) == len(node.args)
 
 
-# The parts of a value that have been written, as pairs of first element and end along a dimension.
+# The parts of a value that have been written: dimension, first element and end of each.
 _Written = frozenset[tuple[int, int, int]]
 
 
@@ -123,10 +123,8 @@ def _check_overwritten(
                 yield f"{other.name}: {node.name} reads it in each call, and overwrites it as {taken.name}"
         if given := sorted(places & inputs):
             yield f"{given[0]}: {node.name} overwrites it, but it is an input of the program"
-        outputs = set(node.users)
         for value in number:
             if number[value] > number[node] or not memory.of[value.name] & places:
                 continue
-            late = [u for u in value.users if number[u] > number[node] and not outputs & {value}]
-            if late:
+            if late := [user for user in value.users if number[user] > number[node]]:
                 yield f"{value.name}: {late[0].name} reads it after {node.name} has overwritten it"

@@ -17,6 +17,7 @@ checked in several sequences of eager and captured calls, which stand for all se
 * Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
 * Compute and collectives keep out of each other's memory, and no op reads a value after its release, except the region
   that takes it (collectives.py).
+* The calls of a repeated region write each output completely, and overwrite nothing that is read elsewhere (repeats.py).
 
 :func:`verify_together` checks programs that share an arena: the readers of each see their own bytes, whatever the other
 has left in the arena or still has in flight.
@@ -52,7 +53,7 @@ CHECKED_STEPS = 2
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
 # the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
 # program names; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take the
-# values that they are the last to read.
+# values that they are the last to read, and repeated regions.
 VERSION = 10
 
 

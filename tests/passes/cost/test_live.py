@@ -98,7 +98,7 @@ def test_a_pointwise_chain_takes_no_memory_of_its_own() -> None:
     assert [r.live for r in op_by_op.problem.regions] == [(1 + 4 + 4) * STATE]
     assert op_by_op.problem.digest == whole.problem.digest, "not part of it"
     assert Problem.from_body(whole.problem.body) == whole.problem
-    assert whole.problem.weight_budget(10 * STATE) == 4 * STATE
+    assert 10 * STATE - whole.problem.live_bytes == 4 * STATE
 
 
 def test_a_region_frees_what_no_later_one_reads() -> None:
@@ -127,7 +127,7 @@ def test_a_coarser_cut_fits_where_the_finest_one_does_not() -> None:
     assert coarse < fine.problem.live_bytes
 
     def planned(problem: Problem, memory: int) -> Plan:
-        if problem.weight_budget(memory) < 0:
+        if memory < problem.live_bytes:
             raise ChunkflowError("too little memory")
         raise Fits
 
