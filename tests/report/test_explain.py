@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EAGER
+from conftest import EAGER, FAST
 from helpers import Block, InTurn, check_steps, twins
 from torch import nn
 
@@ -252,17 +252,28 @@ def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
         assert ("activations" in PipelineFigures(phases, 100)._details()) == counted
 
 
+SYMBOLIC = (
+    "blocks are not split: The sizes of the graph are symbolic: it can be computed in slices only at fixed sizes."
+)
+
+
 @pytest.mark.parametrize(
-    "tokens, said",
+    "tokens, options, said",
     [
-        (64, "blocks run in 2 slices of the tokens"),
-        (63, "blocks are not split: 63 tokens cannot be divided into 2 slices of one size."),
+        (64, {"split": 2}, "blocks run in 2 slices of the tokens"),
+        (63, {"split": 2}, "blocks are not split: 63 tokens cannot be divided into 2 slices of one size."),
+        (48, {"split": 2, "dynamic": True}, SYMBOLIC),
+        (48, {"memory": "150KiB", "hardware": FAST, "dynamic": True}, SYMBOLIC),  # too slow
     ],
 )
-def test_slices_of_blocks_and_why_others_are_whole(tokens: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_blocks_and_why_others_are_whole(
+    tokens: int, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = InTurn(Block(64) for _ in range(2)).eval()
     chunkflow_compile.offload(model, min_bytes=64)
-    model.compile(backend="chunkflow", fullgraph=True, options={"split": 2, "lowering": "eager", "min_bytes": 64})
+    dynamic = options.pop("dynamic", False)
+    chosen = {**options, "lowering": "eager", "min_bytes": 64}
+    model.compile(backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen)
     with torch.no_grad():
         for _ in range(2):
             model(torch.randn(1, tokens, 64))
