@@ -50,6 +50,8 @@ def test_families(family: str) -> None:
     check_small(run, twin, family, SIZE, range(3))
     (program,) = chunkflow_compile.programs(model)
     assert repeats(model) == {1, 2} and program.call.counts.moved_bytes > 0
+    # The stream of HunyuanVideo is transposed until its first single block.
+    assert ("_rows" in str(program.program)) == (family == "hunyuanvideo")
 
 
 def test_what_changes_between_calls() -> None:
