@@ -48,9 +48,13 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
     for program in programs(model):
         wanted, cut = program.code.settings.goal.split, program.code.cut
         notes |= dict.fromkeys(slices_notes(cut.problem))
-        if not isinstance(wanted, int) or wanted == 1:
+        if wanted == "auto":
+            wanted = max(region.repeat for region in cut.problem.regions)
+        if wanted == 1:
             continue
         split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
+        if any(region.block for region in cut.problem.regions):
+            split.add("")  # what is outside of blocks is never split
         whole = {r.info.key: r for r in (cut.whole or cut).regions if block_type(r.info.block) not in split}
         for region in whole.values():
             if why := why_whole(region, wanted):
