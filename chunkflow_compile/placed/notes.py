@@ -63,10 +63,12 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _slices_wanted(program: SingleCall) -> int:
-    """Into how many slices blocks are to be split: 1 unless the user, or too small a budget, asks for more."""
+    """Into how many slices blocks are to be split: 1 unless the user, or the budget, asks for more."""
     settings, predicted = program.code.settings, program.program.plan.predicted
     if isinstance(settings.goal.split, int):
         return settings.goal.split
+    if (most := max(region.repeat for region in program.code.cut.problem.regions)) > 1:
+        return most
     goal = goal_of_cut(program.code.cut.traced, settings)
     if not goal.activations or goal.memory is None or predicted is None:
         return 1

@@ -87,16 +87,17 @@ class Part:
 @dataclass(frozen=True)
 class Storages:
     """The memory of a graph's values.  ``values``: tensors without data, of each node.  ``weights``: the nodes whose memory
-    does not count.  ``fused``: as in count.region_cost.  ``profiles``: of parts, by key."""
+    does not count.  ``fused``: as in count.region_cost.  ``own``: as in bases_of.  ``profiles``: of parts, by key."""
 
     values: Values
     weights: Collection[Node]
     fused: bool
+    own: Collection[Node] = ()
     profiles: dict[object, Profile] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def bases(self) -> Mapping[Node, Node]:
-        return bases_of(self.values)
+        return bases_of(self.values, self.own)
 
     @cached_property
     def position(self) -> Mapping[Node, int]:

@@ -50,14 +50,13 @@ def _moves_nothing(node: Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def bases_of(values: Values) -> dict[Node, Node]:
-    """Node -> the node that made its memory."""
+def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
+    """Node -> the node that made its memory.  ``own``: nodes that have memory of their own although they are views."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
-        bases[node] = (
-            bases.get(inputs[0], inputs[0]) if inputs and node.op != "output" and _moves_nothing(node) else node
-        )
+        is_base = not inputs or node.op == "output" or node in own or not _moves_nothing(node)
+        bases[node] = node if is_base else bases.get(inputs[0], inputs[0])
     return bases
 
 

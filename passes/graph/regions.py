@@ -44,6 +44,7 @@ from .discover import (
     is_view,
     is_wait_tensor,
     nbytes,
+    viewed,
 )
 from .keys import structural_key
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
@@ -419,10 +420,21 @@ def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None)
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
     """The memory of the values of a traced graph, at its sizes, and of those that only regions of this sequence have."""
-    outputs = (node for item in sequence if isinstance(item, CutRegion) for node in item.outputs)
-    nodes = dict.fromkeys((*traced.graph.graph.nodes, *outputs))
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
+    nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
-    return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
+    own = frozenset(node for region in regions for node in _allocated(region))
+    return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused, own)
+
+
+def _allocated(region: CutRegion) -> Iterable[Node]:
+    """The outputs of a split region that have memory of their own, whatever they view in the traced graph."""
+    if region.slicing is None:
+        return ()
+    if region.slicing.writes:
+        return region.outputs
+    results = region.module.graph.output_node().all_input_nodes
+    return (n for n, made in zip(region.outputs, results, strict=True) if viewed(made).op != "placeholder")
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:
