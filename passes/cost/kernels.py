@@ -80,7 +80,7 @@ def _moved(
     views it reads."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
-    for node, moved in todo:
+    for node, moved in todo:  # which grows by the operands of inlined nodes
         if (base := bases[node]) in inlined:
             whole = tensor_bytes(values[base])
             todo += [(n, tensor_bytes(values[n]) * moved // whole) for n in base.all_input_nodes]

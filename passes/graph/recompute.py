@@ -1,7 +1,8 @@
 """Recompute: which values are computed again in each region that reads them, because that is cheaper than to hand them over.
 
 A value that is handed over is written once, read by each region, and alive in between.  Wan2.2 with a timestep per token adds
-a table to 6 vectors per token, in float32: 1.3 GiB, computed from half as many bytes, which all blocks read anyway.
+a table to 6 vectors per token, in float32: 1.9 GiB for 121 frames, computed from half as many bytes, which all blocks read
+anyway.
 
 Contract
     On entry: the segment of each node.  Nothing is changed.
@@ -19,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .discover import is_view, nbytes, viewed
+from .slice_rules import is_pointwise
 
 # Smaller values take less time to move than a kernel takes to start.
 LEAST_BYTES = 1 << 20
@@ -86,6 +88,4 @@ def _is_rounded(node: Node) -> bool:
 
 
 def _is_pointwise(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target._schema.name == "aten::_to_copy"
+    return is_pointwise(node) or node.target is torch.ops.aten._to_copy.default
