@@ -174,7 +174,7 @@ class Options:
     device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none."""
 
     disable: Sequence[str] = ()
-    """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
+    """Passes to leave out, to see whether one is to blame: "rotary", "views", "sharing", "verify", "cycle"."""
 
     pin_memory: Size | None = None
     """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,

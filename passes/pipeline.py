@@ -1,7 +1,7 @@
 """Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
-regions     regions of pure compute between collectives            discover, cut, peers, split, pack
+regions     regions of pure compute between collectives            rotary, discover, cut, peers, split, pack
 planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
+from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
@@ -168,6 +169,8 @@ def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
 def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collection[str] = ()) -> Cut:
     """Discover the weights of a traced graph and cut it into regions, by default at its finest."""
     group_bytes = DEFAULT_GROUP_BYTES if group_bytes is None else group_bytes
+    if "rotary" not in disabled:
+        traced = in_real_arithmetic(traced)
     return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
 
 

@@ -55,7 +55,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
             info = replace(region.info, index=count, name=f"region_{count}")
             sequence.append(replace(region, info=info))
             count += 1
-    return cut_into(cut.traced, cut.discovery, sequence, cut)
+    return cut_into(cut.traced, cut.discovery, sequence, cut.recomputed, cut)
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:

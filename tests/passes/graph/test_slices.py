@@ -28,6 +28,7 @@ from chunkflow_compile.passes.graph.coarsen import grouped
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import Cut, cut
+from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.slice_check import check_phases
 from chunkflow_compile.passes.graph.slice_rules import Operand, Part, Rule, Sliced
 from chunkflow_compile.passes.graph.slices import Phase, Slice, Whole, phases
@@ -57,8 +58,10 @@ def blocks_of(family: str, dtype: torch.dtype, degree: int = 1, **sizes: Any) ->
     """The graph of a small model, with one region per block, or several with collectives between them."""
     size = Size(**{"batch": 1, **SIZES, **sizes})
     config = CONFIGS[family] if family in CONFIGS else SMALL_MODELS[family](size)
-    traced = trace_without_weights(
-        lambda: FAMILIES[family].model_and_inputs(config, size, dtype), degree, min_bytes=64, dtype=dtype
+    traced = in_real_arithmetic(
+        trace_without_weights(
+            lambda: FAMILIES[family].model_and_inputs(config, size, dtype), degree, min_bytes=64, dtype=dtype
+        )
     )
     found = discover(traced)
     return cut(traced, found, groups=grouped(cut(traced, found), None))
