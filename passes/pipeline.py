@@ -155,6 +155,20 @@ def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends
     return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
 
 
+def _planned(pieces: Cut, settings: Settings) -> Plan:
+    """The plan of a cut.  Raises ChunkflowError if none meets the goal."""
+    goal, traced = settings.goal, pieces.traced
+    try:
+        return make_plan(pieces.problem, _decided(pieces.problem, settings))
+    except ChunkflowError as error:
+        if goal.memory is None or not goal.activations or goal.split == 1 or not (traced.sizes or traced.unknown):
+            raise
+        raise ChunkflowError(
+            f"{error} Blocks cannot be split into slices here because the sizes of the graph are symbolic: compile the model "
+            "with dynamic=False."
+        ) from error
+
+
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
     problem, settings = problem_of(calls), replace(settings, likes=(), part=False)
@@ -334,7 +348,7 @@ def stages(
         check_cut(pieces)
     if last == "regions":
         return
-    plan = make_plan(pieces.problem, _decided(pieces.problem, settings))
+    plan = _planned(pieces, settings)
     yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
     if verify_each:
         check_plan(plan, pieces.problem, settings.goal)

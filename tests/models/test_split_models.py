@@ -12,7 +12,7 @@ import pytest
 import torch
 from adapters import Library
 from conftest import EAGER
-from helpers import allocated_peak, check_small, memory_named, small_twins
+from helpers import Block, InTurn, allocated_peak, check_small, memory_named, small_twins
 from torch.profiler import ProfilerActivity, profile
 
 import chunkflow_compile
@@ -206,12 +206,26 @@ def test_the_budget_of_weights_and_activations_splits() -> None:
     check_small(run, twin, "wan", SIZE, range(1))
 
 
-def test_blocks_that_are_compiled_by_themselves() -> None:
+@pytest.mark.parametrize("options", [{"split": 2}, {"memory": "500KiB", "weight_memory": None, "split": "auto"}])
+def test_blocks_that_are_compiled_by_themselves(options: dict[str, Any]) -> None:
     """Their streams are inputs, which belong to the caller: they are not overwritten."""
     model, twin = small_twins("wan", SIZE)
-    chunkflow_compile.compile(model, **SLICED)
-    check_small(model, twin, "wan", SIZE, range(3))
-    assert repeats(model) == {1, 2}
+    chunkflow_compile.compile(model, dynamic=False, **(SLICED | options))
+    for seed in range(3):
+        inputs = small_inputs("wan", SIZE, seed)
+        atol = 0.0 if options["split"] == 2 else 1e-5  # the budget needs slices of few rows
+        torch.testing.assert_close(model(**inputs)[0], twin(**inputs)[0], rtol=0, atol=atol)
+    assert {1} < repeats(model)
+
+
+def test_a_budget_that_needs_slices_where_sizes_are_symbolic() -> None:
+    model = InTurn(Block(64) for _ in range(2)).eval()
+    options = {"memory": "90KiB", "lowering": "eager", "min_bytes": 64}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=options)
+    with pytest.raises(
+        Exception, match=r"(?s)is too little: .* sizes of the graph are symbolic: compile .* dynamic=False\."
+    ):
+        run(torch.randn(1, 48, 64))
 
 
 def two_blocks(name: str) -> tuple[Cut, Settings]:
