@@ -154,7 +154,7 @@ class _Kernels:
             orders.append(_fewest_first(self.kernels, nbytes, self.outputs))
         made = [_Made(order, nbytes, self.outputs) for order in orders]
         chosen = min(made, key=lambda made: made.expected_peak)
-        own = chosen.in_place(self._reused) if self.storages.fused else chosen.expected
+        own = chosen.in_place(self._reused) if self.storages.fused else chosen.stored
         last = {base: i for i, kernel in enumerate(chosen.order) for base in kernel.reads}
         return Profile(own=tuple(own), until=tuple(last.get(self.bases[n], -1) for n in self.part.inputs))
 
@@ -318,8 +318,8 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
 
 
 class _Made:
-    """The values that kernels make in this order.  ``expected``: their bytes at each kernel by Inductor's estimate, which
-    knows of no value that is overwritten and counts the parts of a concatenation by themselves."""
+    """The values that kernels make in this order.  ``stored``: their bytes at each kernel, if no value is overwritten.
+    ``expected``: those by Inductor's estimate, which also counts the parts of a concatenation by themselves."""
 
     def __init__(self, order: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> None:
         self.order, self.nbytes = order, nbytes
@@ -328,13 +328,14 @@ class _Made:
         for base, i in last.items():
             if base not in outputs:
                 self.dying[i].append(base)
-        self.expected = list[int]()
+        self.stored, self.expected = list[int](), list[int]()
         written = {base: i for i, kernel in enumerate(order) for base in kernel.writes}
         now, alive = 0, set[Node]()
         for i, kernel in enumerate(order):
             now += sum(nbytes[b] for b in kernel.writes - alive)
             alive |= kernel.writes
             joined = sum(nbytes[b] for b in kernel.writes if _is_cat(b) and written[b] == i)
+            self.stored.append(now)
             self.expected.append(now + joined)
             now -= sum(nbytes[b] for b in self.dying[i])
         self.expected_peak = max(self.expected, default=0)

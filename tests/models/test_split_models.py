@@ -9,11 +9,12 @@ import pytest
 import torch
 from conftest import EAGER
 from helpers import check_small, memory_named, small_twins
+from torch.profiler import ProfilerActivity, profile
 
 import chunkflow_compile
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Size
-from chunkflow_compile.catalog.small import small_inputs
+from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.regions import Cut
@@ -52,6 +53,32 @@ def test_families(family: str) -> None:
     assert repeats(model) == {1, 2} and program.call.counts.moved_bytes > 0
     # The stream of HunyuanVideo is transposed until its first single block.
     assert ("_rows" in str(program.program)) == (family == "hunyuanvideo")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["wan", "hunyuanvideo"])
+def test_the_allocator_needs_what_is_predicted(family: str) -> None:
+    """By the profile of torch's allocator, in which the inputs of the call are not."""
+    least = list[int]()
+    for split in (1, 4):
+        torch._dynamo.reset()
+        size = replace(SIZE, height=32, width=32)
+        model = small_model(family, size)
+        chosen = {**EAGER, "slowdown": None, "weight_memory": "1MiB", "min_bytes": 0, "split": split}
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=chosen)
+        inputs = small_inputs(family, size, 0)
+        run(**inputs)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run(**inputs)
+        most = now = sum(value.nbytes for value in inputs.values() if torch.is_tensor(value))
+        for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                most = max(most, now)
+        (program,) = chunkflow_compile.programs(model)
+        assert program.program.problem.live_bytes == pytest.approx(most, rel=0.02)
+        least.append(most)
+    assert least[1] < 0.7 * least[0]
 
 
 def test_what_changes_between_calls() -> None:
