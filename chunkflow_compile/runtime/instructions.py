@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
@@ -15,7 +15,6 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.listing import SLICING
-from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
@@ -105,7 +104,7 @@ class _Compiler:
                 self._transfer(op)
             case Wait():
                 window = self._window if op.weights else None
-                self._issue(partial(_wait, target, target.events[op.event], window))
+                self._issue(_wait(target, target.events[op.event], window))
             case Run():
                 self._compute(_region(target, node, op.region, self._taken))
                 self._taken = ()
@@ -155,18 +154,23 @@ class _Compiler:
 def _compute(target: Target, computes: Sequence[_Compute]) -> Issue:
     """A function that issues work of compute, of which the first may be a region's, as one."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
-    works = [each.work for each in computes]
+    work = _together([each.work for each in computes])
     repeated = [each.work for each in computes if not each.once]
 
     def issue(step: RunningStep) -> None:
-        for env in step.earlier if repeated else ():
-            run(partial(_do, repeated, env), None, name)
+        if repeated and step.earlier:
+            for env in step.earlier:
+                run(partial(_do, repeated, env), None, name)
         watch = None
         if window is not None and (windows := step.cost.windows) is not None:
             watch = RegionWatch(windows, window)
-        run(partial(_do, works, step.env), watch, name)
+        run(partial(work, step.env), watch, name)
 
     return issue
+
+
+def _together(works: Sequence[Work]) -> Work:
+    return works[0] if len(works) == 1 else partial(_do, works)
 
 
 @dataclass(frozen=True)
@@ -207,12 +211,17 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
     given = [(part.stream, part.waits, part.copies, part.records) for part in parts]
 
     def issue(step: RunningStep) -> None:
+        timed = step.cost.windows is not None
         for name, waits, copies, records in given:
             stream = device.stream(name)
             for event in waits:
                 stream.wait(event)
-            if copies:
-                _copy(target, copies, name, step)
+            if copies and timed:
+                for to, source, label in copies:
+                    work = partial(device.copy_bytes, to, source, name)
+                    stream.run(work, target.traffic.copy(source.numel(), name), label)
+            elif copies:
+                device.copy_all(copies, name)
             for event in records:
                 stream.record(event)
         step.cost.add_copies(nbytes, pulled)
@@ -220,27 +229,21 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
     return issue
 
 
-def _copy(target: Target, copies: Sequence[NamedCopy], moves: Lane, step: RunningStep) -> None:
-    """Enqueue copies in a lane."""
-    device = target.device
-    if step.cost.windows is None:
-        device.copy_all(copies, moves)
-        return
-    run = device.lane(moves).run
-    for to, source, name in copies:
-        run(partial(device.copy_bytes, to, source, moves), target.traffic.copy(source.numel(), moves), name)
+def _wait(target: Target, event: Any, window: int | None) -> Issue:
+    """A function that lets compute wait for an event.  ``window``: where the stall counts, or None."""
+    compute = target.device.compute
+
+    def issue(step: RunningStep) -> None:
+        if window is None or (windows := step.cost.windows) is None:
+            compute.wait(event)
+        else:
+            compute.wait(event, partial(_add_stall, windows.exposed_s, window))
+
+    return issue
 
 
-def _wait(target: Target, event: Any, window: int | None, step: RunningStep) -> None:
-    """Let compute wait for an event.  ``window``: where the stall counts, or None."""
-    if (windows := step.cost.windows) is None or window is None:
-        target.device.compute.wait(event)
-        return
-
-    def waited(seconds: float) -> None:
-        windows.exposed_s[window] += seconds
-
-    target.device.compute.wait(event, waited)
+def _add_stall(stalls_s: MutableSequence[float], window: int, seconds: float) -> None:
+    stalls_s[window] += seconds
 
 
 def _region(target: Target, node: Node, index: int, taken: Sequence[int]) -> _Compute:
