@@ -185,7 +185,13 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
     group_bytes = DEFAULT_GROUP_BYTES if group_bytes is None else group_bytes
     if "rotary" not in disabled:
         traced = in_real_arithmetic(traced)
-    return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
+    return cut(
+        traced,
+        discover(traced),
+        group_bytes,
+        dissolve_views="views" not in disabled,
+        recompute="recompute" not in disabled,
+    )
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
@@ -231,10 +237,10 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
     """The cut with one region for each group of the finest one, and no weight packed."""
-    views = "views" not in settings.disabled
+    views, recompute = "views" not in settings.disabled, "recompute" not in settings.disabled
     discovery = (finest.raw or finest).discovery
     group_bytes = DEFAULT_GROUP_BYTES if settings.group_bytes is None else settings.group_bytes
-    return cut(finest.traced, discovery, group_bytes, dissolve_views=views, groups=groups)
+    return cut(finest.traced, discovery, group_bytes, dissolve_views=views, recompute=recompute, groups=groups)
 
 
 def whole_blocks(finest: Cut, settings: Settings) -> Cut:

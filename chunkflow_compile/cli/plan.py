@@ -64,7 +64,7 @@ def _curve(arguments: argparse.Namespace) -> int:
         )
     if arguments.hoist == "auto":
         raise ChunkflowError(
-            "--hoist auto chooses for one budget, and --curve covers all: give --hoist, or leave it out."
+            "--hoist auto decides for one budget, but --curve covers all budgets: use --hoist or remove it."
         )
     progress = Progress(2)
     target = load_target(arguments, progress)

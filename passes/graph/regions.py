@@ -121,7 +121,8 @@ class Cut:
     def at(self, traced: Traced) -> Cut:
         """The cut of the same graph at other sizes: costs and bytes of activations are other ones.  The graph stays that of
         this cut."""
-        traced = replace(traced, graph=self.traced.graph)
+        if traced.graph is not self.traced.graph:
+            traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
         costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
         storages = _storages_at(traced, self.discovery, self.sequence)
@@ -168,13 +169,15 @@ def cut(
     group_bytes: int = DEFAULT_GROUP_BYTES,
     *,
     dissolve_views: bool = True,
+    recompute: bool = True,
     groups: Sequence[Sequence[int]] = (),
 ) -> Cut:
     """Cut a traced graph into regions.
 
     ``group_bytes``: most bytes of streamed weights in one region; only the weights of a single op may exceed it.
-    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.  ``groups``: indices of
-    the regions that would be cut, each of which becomes one region; empty for one each.
+    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.  ``recompute``: whether
+    values that are cheaper to compute again are not handed over.  ``groups``: indices of the regions that would be cut, each
+    of which becomes one region; empty for one each.
     Raises ChunkflowError if the graph holds no compute.
     """
     graph = traced.graph
@@ -182,7 +185,7 @@ def cut(
     segments.assign()
     if dissolve_views:
         segments.dissolve()
-    if traced.fused:
+    if traced.fused and recompute:
         segments.recompute(traced.sizes)
     segments.merge(groups)
     segments.find_symbols()

@@ -54,7 +54,8 @@ def _is_rotation(node: Node) -> bool:
         return False
     value, operands = node.meta["val"], [operand.meta["val"] for operand in node.all_input_nodes]
     length = value.shape[-1]
-    filled = value.device.type != "cpu" or (isinstance(length, int) and length % _FULL == 0)
+    dense = all(each.stride(-1) in (0, 1) for each in operands)
+    filled = value.device.type != "cpu" or (dense and isinstance(length, int) and length % _FULL == 0)
     return filled and all(each.dtype == value.dtype for each in operands) and _rotated(node) is not None
 
 

@@ -110,7 +110,8 @@ def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
     stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
     given.meta = {"val": stream.meta["val"]}
     made = copy.call_function(_aten.clone.default, (given,), {"memory_format": torch.contiguous_format})
-    stream.meta = made.meta = {"val": stream.meta["val"].contiguous()}
+    made.meta = {"val": stream.meta["val"].contiguous()}
+    stream.meta = dict(made.meta)
     copy.output((made,))
     rows = Graph().placeholder("rows")
     calls = _Calls(GraphModule(module, copy), (stream,), (rows,), Slicing(1, (None,), ()), {rows: stream})

@@ -343,7 +343,7 @@ def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Ca
     compared = run("simulate", "--weight-memory", "24KB", "--hoist")
     assert "hoisted, but for policy resident, layerwise" in compared.replace("\n", " ")
     for command, argument, said in (
-        ("plan", "--curve", "--hoist auto chooses for one budget"),
+        ("plan", "--curve", "--hoist auto decides for one budget"),
         ("plan", "--regional", "leave one out"),
         ("simulate", "--policy=resident", "--hoist with policy resident"),
     ):
