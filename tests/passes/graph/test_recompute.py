@@ -25,7 +25,8 @@ GROUP_BYTES = 1
 class Block(nn.Module):
     """As a block of Wan2.2 with a timestep per token: a table and the timestep's vectors, added in float32.
 
-    ``way``: what is handed over: a sum, a product, a sum in the precision of the model, or a sum that a product reads.
+    ``way``: what is handed over: a sum, a product, a sum in the precision of the model, a sum that a product reads, or
+    the sum of a norm, which a kernel computes together with the sum, without rounding it.
     """
 
     def __init__(self, way: str) -> None:
@@ -36,7 +37,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         vectors = timestep.unflatten(2, (6, -1))
-        if self.way in ("sum", "operand"):
+        if self.way == "normed":
+            vectors = nn.functional.layer_norm(vectors, vectors.shape[-1:])
+        if self.way in ("sum", "operand", "normed"):
             modulation = self.table.unsqueeze(0) + vectors.float()
         elif self.way == "product":
             modulation = self.table.unsqueeze(0) * vectors.float()
@@ -119,6 +122,7 @@ def test_a_sum_in_float32_is_computed_again_where_it_is_read() -> None:
         ("product", TOKENS),  # a GPU would fuse it with the addition that follows
         ("rounded", TOKENS),
         ("operand", TOKENS),  # it would be stored by each region
+        ("normed", TOKENS),
         ("sum", 16),  # small
     ],
 )
