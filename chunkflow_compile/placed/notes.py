@@ -51,13 +51,13 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
     for program in programs(model):
         cut = program.code.cut
         notes |= dict.fromkeys(slices_notes(cut.problem))
-        wanted = _slices_wanted(program)
+        if (wanted := _slices_wanted(program)) == 1:
+            continue
         split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
         for region in {r.info.key: r for r in (cut.whole or cut).regions}.values():
             blocks = block_type(region.info.block)
-            if wanted == 1 or blocks in split or not (blocks or cut.traced.repeats):
-                continue
-            if why := why_whole(region, wanted):
+            named = blocks or cut.traced.repeats  # what is outside of the blocks is never split
+            if named and blocks not in split and (why := why_whole(region, wanted)):
                 notes[f"{blocks or 'the blocks'} are not split: {why}"] = None
     return tuple(notes)
 

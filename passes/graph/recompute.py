@@ -28,6 +28,7 @@ _PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # the sign of one does not ke
 # Ops whose result does not depend on the code around them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
 
+_FULL = (torch.float32, torch.float64)
 # Ops whose results are always stored, in their dtype.
 _STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"))
 
@@ -81,7 +82,7 @@ def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Itera
 def _is_exact(node: Node) -> bool:
     """Whether a node computes a tensor of full precision element by element, the same wherever it is fused."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.float64):
+    if not isinstance(value, torch.Tensor) or value.dtype not in _FULL:
         return False
     given = (operand.meta["val"] for operand in node.all_input_nodes)
     here = all(isinstance(each, torch.Tensor) and each.device == value.device for each in given)
@@ -91,7 +92,7 @@ def _is_exact(node: Node) -> bool:
 def _is_rounded(node: Node) -> bool:
     """Whether handing a value over would round it, which a fused kernel does not do."""
     value = node.meta["val"]
-    full = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64)
+    full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
     return (_is_pointwise(node) and not _is_exact(node)) or (not full and name not in _STORED)
 

@@ -162,8 +162,8 @@ class Planner:
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
         live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
         in_arena = {c.weight for c, _ in streamed}
-        beside = sum(c.nbytes for c in self.chunks if c.weight not in in_arena)
-        return self.kept_bytes + max(kept + live, beside + self.arena)
+        resident = sum(c.nbytes for c in self.chunks if c.weight not in in_arena)
+        return self.kept_bytes + max(kept + live, resident + self.arena)
 
     def fastest(self, memory: int) -> Candidate:
         """The fastest candidate within ``memory`` bytes; of equals the shortest under strain, then the smallest."""
@@ -285,7 +285,7 @@ class Planner:
         return self._strained[key]
 
     def _sums_of_whole_weights(self) -> list[int]:
-        """For each number of residents, the bytes of the weights of which no chunk streams: they lie beside the arena."""
+        """For each number of residents, the bytes of the weights of which no chunk streams: the arena has no part of them."""
         sizes, left, sums = Counter[str](), Counter(c.weight for c in self.chunks), [0]
         for chunk in (self.chunks[i] for i in self.ranking):
             sizes[chunk.weight] += chunk.nbytes
