@@ -33,7 +33,7 @@ from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .input_bits import InputBits
-from .read_ahead import ReadAhead
+from .read_ahead import DriveReader
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -121,7 +121,7 @@ class Arena:
         self._shared = shared
         self._kind = DeviceKind()
         self._streams: Device | None = None
-        self._reader: ReadAhead | None = None
+        self._reader: DriveReader | None = None
         self._running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self._memory: torch.Tensor | None = None
         self._programs: list[weakref.ref[Tenant]] = []
@@ -183,7 +183,7 @@ class Arena:
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = ArenaContents(self.streams, cycle.events.count)
+            state = self._states[placement] = ArenaContents(self.streams, cycle.events)
         return Binding(self, values, slots, hosts, state)
 
     def keep(
@@ -242,11 +242,11 @@ class Arena:
         return self._streams
 
     @property
-    def reader(self) -> ReadAhead:
-        """Reads what the holder's copies need from the drive."""
+    def reader(self) -> DriveReader:
+        """Reads what copies need from the drive."""
         if self._reader is None:
             rate = 0.0 if self._kind.link is None else self._kind.link.drive
-            self._reader = ReadAhead(self.streams.pin, rate, self.streams.clock)
+            self._reader = DriveReader(self.streams.pin, rate, self.streams.clock)
         return self._reader
 
     @property
@@ -295,12 +295,10 @@ class Arena:
         """These chunks are complete in the memory, or on their way."""
         self.holder = contents
 
-    def discard(self, contents: ArenaContents | None) -> bool:
-        """Let the next call start cold if the memory has these chunks; return whether it has."""
-        if contents is None or self.holder is not contents:
-            return False
-        self.holder = None
-        return True
+    def discard(self, contents: ArenaContents | None) -> None:
+        """Let the next call start cold if the memory has these chunks."""
+        if self.holder is contents:
+            self.holder = None
 
     def begin_call(self, title: str) -> None:
         """A call runs until :meth:`end_call`.  ``title``: names it in errors."""

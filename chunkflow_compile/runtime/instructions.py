@@ -13,19 +13,34 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.forms import without_reads
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.listing import SLICING
-from chunkflow_compile.passes.names import Lane
+from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
-from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Step, Wait
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evaluate,
+    Evict,
+    Finish,
+    Op,
+    Read,
+    Record,
+    Release,
+    Run,
+    Start,
+    Step,
+    Transfer,
+    Wait,
+)
 from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.pieces import Pieces
 
 from .device_base import NamedCopy
 from .measurement import RegionWatch
-from .target import Issue, RunningStep, Target
+from .target import Issue, NamedRead, RunningStep, Target
 from .wrapped_calls import LoweredRegion, checked, explained, owning, repeated, tuple_getter, undeclared
 
 # Work on the values of a step.
@@ -44,6 +59,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
     earlier row, and then all of them for the last row.
     Raises FindingError if the nodes have other ops than the step.
     """
+    if not target.on_drive:
+        step = without_reads(step, target.cycle.events)
     compiler = _Compiler(target)
     for op, node in _with_nodes(step, nodes):
         compiler.add(op, node)
@@ -68,7 +85,7 @@ def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tupl
 
 
 def _is_transfer(op: Op) -> bool:
-    return isinstance(op, Record | Wait | Copy)
+    return isinstance(op, Transfer)
 
 
 @dataclass(frozen=True)
@@ -95,13 +112,13 @@ class _Compiler:
         self._window = 0  # where stalls count: at the region that runs next, after the last one at that
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
         self._computes: list[_Compute] = []
-        self._transfers: list[Record | Wait | Copy] = []
+        self._transfers: list[Transfer] = []
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op.  ``node``: see :func:`_with_nodes`."""
         target = self._target
         match op:
-            case Copy() | Record() | Wait(stream="copy" | "pull"):
+            case Copy() | Read() | Record() | Wait(stream="copy" | "pull" | "read"):
                 self._transfer(op)
             case Wait():
                 window = self._window if op.weights else None
@@ -142,7 +159,7 @@ class _Compiler:
             self.flush()
         self._computes.append(compute)
 
-    def _transfer(self, op: Record | Wait | Copy) -> None:
+    def _transfer(self, op: Transfer) -> None:
         if self._computes:
             self.flush()
         self._transfers.append(op)
@@ -171,16 +188,17 @@ def _compute(target: Target, computes: Sequence[_Compute]) -> Issue:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a stream is given at once: the events that it waits for, copies, and the events that it records after them."""
+    """What a stream is given at once: the events that it waits for, copies or reads, and the events that it records then."""
 
     stream: StreamName
     waits: list[Any] = field(default_factory=list)
     copies: list[NamedCopy] = field(default_factory=list)
+    reads: list[NamedRead] = field(default_factory=list)
     records: list[Any] = field(default_factory=list)
 
 
-def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """A function that issues ops of the lanes, and the marks of compute between them, in few parts.
+def _transfers(target: Target, ops: Sequence[Transfer]) -> Issue:
+    """A function that issues ops of the lanes and reads, and the marks of compute between them, in few parts.
 
     The order of each stream stays, and what is recorded before a wait of any stream.
     """
@@ -189,7 +207,7 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
         if isinstance(op, Wait):
             newest.clear()
         part = newest.get(op.stream)
-        if part is None or (isinstance(op, Copy) and part.records):
+        if part is None or (isinstance(op, Copy | Read) and part.records):
             part = newest[op.stream] = _Part(op.stream)
             parts.append(part)
         match op:
@@ -197,27 +215,43 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
                 part.waits.append(target.events[op.event])
             case Copy():
                 part.copies.append(target.copy(op))
+            case Read():
+                part.reads.append(target.read(op))
             case Record():
                 part.records.append(target.events[op.event])
     sources = [source for part in parts for _, source, _ in part.copies]
     nbytes = sum(source.numel() for source in sources)
     pulled = sum(source.from_others for source in sources if isinstance(source, Pieces))
     device = target.device
-    given: list[tuple[Any, list[Any], list[NamedCopy], list[Any]]]
-    given = [(part.stream, part.waits, part.copies, part.records) for part in parts]
+    given: list[tuple[Any, list[Any], Issue | None, list[Any]]]
+    given = [(part.stream, part.waits, _moving(target, part), part.records) for part in parts]
 
     def issue(step: RunningStep) -> None:
-        for name, waits, copies, records in given:
+        for name, waits, move, records in given:
             stream = device.stream(name)
             for event in waits:
                 stream.wait(event)
-            if copies:
-                _copy(target, copies, name, step)
+            if move is not None:
+                move(step)
             for event in records:
                 stream.record(event)
         step.cost.add_copies(nbytes, pulled)
 
     return issue
+
+
+def _moving(target: Target, part: _Part) -> Issue | None:
+    """A function that enqueues the copies or the reads of a part, None if it has none."""
+    if part.stream in LANES and part.copies:
+        return partial(_copy, target, part.copies, part.stream)
+    return partial(_read, target, part.reads) if part.reads else None
+
+
+def _read(target: Target, reads: Sequence[NamedRead], step: RunningStep) -> None:
+    """Enqueue reads."""
+    run = target.device.stream("read").run
+    for read, name in reads:
+        run(read, None, name)
 
 
 def _copy(target: Target, copies: Sequence[NamedCopy], moves: Lane, step: RunningStep) -> None:

@@ -73,7 +73,7 @@ class Planner:
     ) -> None:
         """``outside``: see place.  ``joins``: of the plan."""
         self.problem = problem
-        self.scheduler = Scheduler(problem)
+        self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
         self.outside = outside
         self.goal = goal

@@ -19,11 +19,13 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS as SLOW
+from fake_cuda import FakeCuda
 from helpers import Stack, Tabled, in_memory, load_stack, save_stack, stack_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from surviving import fail_at
 from torch import nn
+from torch._dynamo.utils import counters
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
@@ -32,7 +34,8 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.runtime.read_ahead import Reading
+from chunkflow_compile.passes.step import reads
+from chunkflow_compile.runtime.read_ahead import InRing
 from chunkflow_compile.units import size
 from chunkflow_compile.weights import drive, limits
 from chunkflow_compile.weights.drive import for_the_drive
@@ -103,15 +106,15 @@ def planned_reads(plan: Plan, drive: list[HostBuffer]) -> int:
 @contextlib.contextmanager
 def counted_reads() -> Iterator[list[int]]:
     """The bytes that copies take from the drive are added to the last number of the list."""
-    plain, taken = Reading.acquire, list[int]()
+    plain, taken = InRing.values, list[int]()
 
-    def acquire(self: Reading) -> tuple[torch.Tensor, float]:
-        values, at = plain(self)
-        taken[-1] += values.numel()
-        return values, at
+    def values(self: InRing) -> torch.Tensor:
+        found = plain(self)
+        taken[-1] += found.numel()
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reading, "acquire", acquire)
+        patch.setattr(InRing, "values", values)
         yield taken
 
 
@@ -167,6 +170,17 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
     assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
 
 
+def test_a_model_that_shares_the_graph_of_one_in_memory(saved: Path) -> None:
+    """It is planned for its own weights in files, and nothing is compiled again."""
+    twin, model = in_memory(load_stack(str(saved))), offload(load_stack(str(saved)), min_bytes=LEAST, host_memory=0)
+    steps(compiled(offload(load_stack(str(saved)), min_bytes=LEAST)), twin)
+    run, lowered = compiled(model), counters["stats"]["unique_graphs"]
+    steps(run, twin)
+    assert counters["stats"]["unique_graphs"] == lowered
+    (program,) = programs(model)
+    assert {op.weight for op in reads(program.program.ops)} == {w.name for w in program.plan.streamed}
+
+
 @pytest.mark.parametrize(("scratch", "by_kind"), [(False, True), (True, False)])
 def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
     model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
@@ -203,6 +217,23 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
     restore(model)
     assert same(model, twin)
     steps(model, twin)
+
+
+@pytest.mark.parametrize("device", ["threads", "cuda"])
+def test_two_sizes_and_a_write_where_the_host_runs_ahead(placed: tuple[nn.Module, nn.Module], device: str) -> None:
+    model, twin = placed
+    options = {**OPTIONS, "debug": ["poison", "threads"] if device == "threads" else "poison"}
+    if device == "cuda":
+        options["arena"] = FakeCuda(copy_s=1e-4).arena()
+    run: Any = torch.compile(model, backend="chunkflow", options=options)
+    for number in range(12):
+        if number == 8:
+            for m in placed:
+                m.get_parameter(NAME).mul_(2)
+        x = torch.randn(4 + 2 * (number % 2), 8)
+        for _ in range(1 + number % 3):
+            assert torch.equal(run(x)[0], twin(x)[0])
+    assert {op.weight for op in reads(programs(model)[-1].program.ops)} > {NAME}, "its reads are still in the program"
 
 
 def test_a_drive_that_fails_and_a_checkpoint_that_changes(
