@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import getitem
+from operator import getitem, methodcaller
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,6 @@ from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import without_reads
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.listing import SLICING
-from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
@@ -40,7 +39,7 @@ from chunkflow_compile.weights.pieces import Pieces
 
 from .device_base import NamedCopy
 from .measurement import RegionWatch
-from .target import Issue, NamedRead, RunningStep, Target
+from .target import Issue, RunningStep, Target
 from .wrapped_calls import LoweredRegion, checked, explained, owning, repeated, tuple_getter, undeclared
 
 # Work on the values of a step.
@@ -53,8 +52,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
     """The functions that issue the ops of a step, in their order.  ``nodes``: of the program with their ops, see
     :func:`issued`; none if the step has transfers only.
 
-    A region and the ops of compute after it are one function, and so are the copies and the marks between two of these,
-    because each function costs the host time.  Of these, the copies of one lane between two events are one.
+    A region and the ops of compute after it are one function, and so are the copies and the marks between two of these, and
+    adjacent reads, because each function costs the host time.  The copies of one lane between two events are one.
     If the step computes several rows, see :meth:`Executor.run`, a function of compute runs all of its ops but Evict for each
     earlier row, and then all of them for the last row.
     Raises FindingError if the nodes have other ops than the step.
@@ -112,17 +111,20 @@ class _Compiler:
         self._window = 0  # where stalls count: at the region that runs next, after the last one at that
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
         self._computes: list[_Compute] = []
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Record | Wait | Copy] = []
+        self._reads: list[Read | Record | Wait] = []
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op.  ``node``: see :func:`_with_nodes`."""
         target = self._target
         match op:
-            case Copy() | Read() | Record() | Wait(stream="copy" | "pull" | "read"):
+            case Read() | Record(stream="read") | Wait(stream="read"):
+                self._read(op)
+            case Copy() | Record() | Wait(stream="copy" | "pull"):
                 self._transfer(op)
             case Wait():
                 window = self._window if op.weights else None
-                self._issue(partial(_wait, target, target.events[op.event], window))
+                self._issue(_wait(target, target.events[op.event], window))
             case Run():
                 self._compute(_region(target, node, op.region, self._taken))
                 self._taken = ()
@@ -152,17 +154,24 @@ class _Compiler:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
             self.issues.append(_transfers(self._target, self._transfers))
-        self._computes, self._transfers = [], []
+        if self._reads:
+            self.issues.append(_reads(self._target, self._reads))
+        self._computes, self._transfers, self._reads = [], [], []
 
     def _compute(self, compute: _Compute) -> None:
-        if self._transfers or compute.window is not None:
+        if self._transfers or self._reads or compute.window is not None:
             self.flush()
         self._computes.append(compute)
 
-    def _transfer(self, op: Transfer) -> None:
-        if self._computes:
+    def _transfer(self, op: Record | Wait | Copy) -> None:
+        if self._computes or self._reads:
             self.flush()
         self._transfers.append(op)
+
+    def _read(self, op: Read | Record | Wait) -> None:
+        if self._computes or self._transfers:
+            self.flush()
+        self._reads.append(op)
 
     def _issue(self, issue: Issue) -> None:
         self.flush()
@@ -172,33 +181,37 @@ class _Compiler:
 def _compute(target: Target, computes: Sequence[_Compute]) -> Issue:
     """A function that issues work of compute, of which the first may be a region's, as one."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
-    works = [each.work for each in computes]
+    work = _together([each.work for each in computes])
     repeated = [each.work for each in computes if not each.once]
 
     def issue(step: RunningStep) -> None:
-        for env in step.earlier if repeated else ():
-            run(partial(_do, repeated, env), None, name)
+        if repeated and step.earlier:
+            for env in step.earlier:
+                run(partial(_do, repeated, env), None, name)
         watch = None
         if window is not None and (windows := step.cost.windows) is not None:
             watch = RegionWatch(windows, window)
-        run(partial(_do, works, step.env), watch, name)
+        run(partial(work, step.env), watch, name)
 
     return issue
 
 
+def _together(works: Sequence[Work]) -> Work:
+    return works[0] if len(works) == 1 else partial(_do, works)
+
+
 @dataclass(frozen=True)
 class _Part:
-    """What a stream is given at once: the events that it waits for, copies or reads, and the events that it records then."""
+    """What a stream is given at once: the events that it waits for, copies, and the events that it records after them."""
 
     stream: StreamName
     waits: list[Any] = field(default_factory=list)
     copies: list[NamedCopy] = field(default_factory=list)
-    reads: list[NamedRead] = field(default_factory=list)
     records: list[Any] = field(default_factory=list)
 
 
-def _transfers(target: Target, ops: Sequence[Transfer]) -> Issue:
-    """A function that issues ops of the lanes and reads, and the marks of compute between them, in few parts.
+def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
+    """A function that issues ops of the lanes, and the marks of compute between them, in few parts.
 
     The order of each stream stays, and what is recorded before a wait of any stream.
     """
@@ -207,7 +220,7 @@ def _transfers(target: Target, ops: Sequence[Transfer]) -> Issue:
         if isinstance(op, Wait):
             newest.clear()
         part = newest.get(op.stream)
-        if part is None or (isinstance(op, Copy | Read) and part.records):
+        if part is None or (isinstance(op, Copy) and part.records):
             part = newest[op.stream] = _Part(op.stream)
             parts.append(part)
         match op:
@@ -215,24 +228,27 @@ def _transfers(target: Target, ops: Sequence[Transfer]) -> Issue:
                 part.waits.append(target.events[op.event])
             case Copy():
                 part.copies.append(target.copy(op))
-            case Read():
-                part.reads.append(target.read(op))
             case Record():
                 part.records.append(target.events[op.event])
     sources = [source for part in parts for _, source, _ in part.copies]
     nbytes = sum(source.numel() for source in sources)
     pulled = sum(source.from_others for source in sources if isinstance(source, Pieces))
     device = target.device
-    given: list[tuple[Any, list[Any], Issue | None, list[Any]]]
-    given = [(part.stream, part.waits, _moving(target, part), part.records) for part in parts]
+    given: list[tuple[Any, list[Any], list[NamedCopy], list[Any]]]
+    given = [(part.stream, part.waits, part.copies, part.records) for part in parts]
 
     def issue(step: RunningStep) -> None:
-        for name, waits, move, records in given:
+        timed = step.cost.windows is not None
+        for name, waits, copies, records in given:
             stream = device.stream(name)
             for event in waits:
                 stream.wait(event)
-            if move is not None:
-                move(step)
+            if copies and timed:
+                for to, source, label in copies:
+                    work = partial(device.copy_bytes, to, source, name)
+                    stream.run(work, target.traffic.copy(source.numel(), name), label)
+            elif copies:
+                device.copy_all(copies, name)
             for event in records:
                 stream.record(event)
         step.cost.add_copies(nbytes, pulled)
@@ -240,41 +256,41 @@ def _transfers(target: Target, ops: Sequence[Transfer]) -> Issue:
     return issue
 
 
-def _moving(target: Target, part: _Part) -> Issue | None:
-    """A function that enqueues the copies or the reads of a part, None if it has none."""
-    if part.stream in LANES and part.copies:
-        return partial(_copy, target, part.copies, part.stream)
-    return partial(_read, target, part.reads) if part.reads else None
+def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
+    """A function that issues ops of the stream of reads."""
+    device, calls = target.device, list[methodcaller]()
+    for op in ops:
+        match op:
+            case Wait():
+                calls.append(methodcaller("wait", target.events[op.event]))
+            case Read():
+                calls.append(methodcaller("run", *target.read(op)))
+            case Record():
+                calls.append(methodcaller("record", target.events[op.event]))
+
+    def issue(_: RunningStep) -> None:
+        stream = device.stream("read")
+        for call in calls:
+            call(stream)
+
+    return issue
 
 
-def _read(target: Target, reads: Sequence[NamedRead], step: RunningStep) -> None:
-    """Enqueue reads."""
-    run = target.device.stream("read").run
-    for read, name in reads:
-        run(read, None, name)
+def _wait(target: Target, event: Any, window: int | None) -> Issue:
+    """A function that lets compute wait for an event.  ``window``: where the stall counts, or None."""
+    compute = target.device.compute
+
+    def issue(step: RunningStep) -> None:
+        if window is None or (windows := step.cost.windows) is None:
+            compute.wait(event)
+        else:
+            compute.wait(event, partial(_add_stall, windows.exposed_s, window))
+
+    return issue
 
 
-def _copy(target: Target, copies: Sequence[NamedCopy], moves: Lane, step: RunningStep) -> None:
-    """Enqueue copies in a lane."""
-    device = target.device
-    if step.cost.windows is None:
-        device.copy_all(copies, moves)
-        return
-    run = device.lane(moves).run
-    for to, source, name in copies:
-        run(partial(device.copy_bytes, to, source, moves), target.traffic.copy(source.numel(), moves), name)
-
-
-def _wait(target: Target, event: Any, window: int | None, step: RunningStep) -> None:
-    """Let compute wait for an event.  ``window``: where the stall counts, or None."""
-    if (windows := step.cost.windows) is None or window is None:
-        target.device.compute.wait(event)
-        return
-
-    def waited(seconds: float) -> None:
-        windows.exposed_s[window] += seconds
-
-    target.device.compute.wait(event, waited)
+def _add_stall(stalls_s: MutableSequence[float], window: int, seconds: float) -> None:
+    stalls_s[window] += seconds
 
 
 def _region(target: Target, node: Node, index: int, taken: Sequence[int]) -> _Compute:

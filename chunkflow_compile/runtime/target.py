@@ -71,8 +71,6 @@ class RunningStep:
 
 
 Issue = Callable[[RunningStep], None]
-# The work of a read, and its name for profilers.
-NamedRead = tuple[Callable[[], None], str]
 
 
 class Target:
@@ -126,13 +124,14 @@ class Target:
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
 
-    def read(self, op: Read) -> NamedRead:
-        """The work of a read and its name; nothing is done for a weight that was written, and has left the drive."""
+    def read(self, op: Read) -> tuple[Callable[[], None], None, str]:
+        """What :meth:`Stream.run` takes for a read.  Its work is nothing for a weight that was written, and has left the
+        drive."""
         source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
         if op.weight not in self.on_drive:
-            return _nothing, name
+            return _nothing, None, name
         assert isinstance(source, DriveBytes)
-        return partial(self.binding.arena.reader.read, source, op.ring, self._ring_bytes), name
+        return partial(self.binding.arena.reader.read, source, op.ring, self._ring_bytes), None, name
 
     def _bytes(self, op: Read) -> int:
         return self.binding.hosts[op.weight][self._span(op)].numel()

@@ -91,9 +91,8 @@ def in_turns(cuda: FakeCuda, mutate: Callable[[], None]) -> list[bool]:
 def without_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = instructions._wait
 
-    def no_arrivals(target: Any, event: Any, window: int | None, step: Any) -> None:
-        if window is None:
-            wait(target, event, window, step)
+    def no_arrivals(target: Any, event: Any, window: int | None) -> Any:
+        return wait(target, event, window) if window is None else lambda step: None
 
     monkeypatch.setattr(instructions, "_wait", no_arrivals)
 

@@ -89,9 +89,8 @@ def without_openings(patch: pytest.MonkeyPatch) -> None:
 def without_arrivals(patch: pytest.MonkeyPatch) -> None:
     wait = instructions._wait
 
-    def no_arrivals(target: Any, event: Any, window: int | None, step: Any) -> None:
-        if window is None:
-            wait(target, event, window, step)
+    def no_arrivals(target: Any, event: Any, window: int | None) -> Any:
+        return wait(target, event, window) if window is None else lambda step: None
 
     patch.setattr(instructions, "_wait", no_arrivals)
 
