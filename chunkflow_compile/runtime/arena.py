@@ -25,7 +25,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.locks import ProcessLock, aside
 from chunkflow_compile.weights.progress import moving
-from chunkflow_compile.weights.source import Bytes
+from chunkflow_compile.weights.source import Bytes, DriveBytes
 from chunkflow_compile.weights.staging import GpuStagings
 
 from .arena_contents import ArenaContents
@@ -178,8 +178,9 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        weights = tuple((name, id(buffers[name])) for name in slots)
-        # cycles with the same placement of the same weights share what lies in the memory
+        # cycles with the same placement of the same weights share what lies in the memory, and the reads on the way to it: a
+        # write that fails changes no values, but cycles that are bound after it do not read the weight from the drive
+        weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:

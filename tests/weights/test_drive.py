@@ -236,6 +236,20 @@ def test_two_sizes_and_a_write_where_the_host_runs_ahead(placed: tuple[nn.Module
     assert {op.weight for op in reads(programs(model)[-1].program.ops)} > {NAME}, "its reads are still in the program"
 
 
+def test_a_write_that_fails_between_two_sizes(placed: tuple[nn.Module, nn.Module]) -> None:
+    """The weight has left the drive with its old values.  The program that was not bound again still reads it there."""
+    model, twin = placed
+    run: Any = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    inputs = [torch.randn(rows, 8) for rows in (4, 4, 6, 6)]
+    for x in inputs:
+        assert torch.equal(run(x)[0], twin(x)[0])
+    with pytest.warns(UserWarning, match=f"{NAME} is written"), pytest.raises(RuntimeError):
+        model.get_parameter(NAME).add_(torch.ones(3, 7))
+    assert not buffers(model)[NAME].source.file
+    for x in inputs:
+        assert torch.equal(run(x)[0], twin(x)[0])
+
+
 def test_a_drive_that_fails_and_a_checkpoint_that_changes(
     placed: tuple[nn.Module, nn.Module], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
