@@ -122,6 +122,7 @@ class StagedCopies(CudaStream):
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
         self._worker = 0  # ident of the thread
+        self._reader: Engine | None = None  # the thread that reads the drive, for which it waits
         self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record in this step is issued
         self._marks: list[torch.cuda.Event] = []  # events to reuse, each at a point of the compute stream
 
@@ -186,12 +187,18 @@ class StagedCopies(CudaStream):
 
         return block
 
+    def await_reads(self, reader: Engine) -> None:
+        """From now on, copies wait for events of the thread that reads the drive."""
+        self._reader = reader
+
     def issued(self) -> None:
         """Wait until everything put so far is issued; raise what failed.
 
-        Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
+        Not on a thread for which this waits, where the collector may run a finalizer that unpins another model's memory: the
+        copies of that model are issued, because a step ends with this.
         """
-        if self._newest is not None and threading.get_ident() != self._worker and not self.inherited:
+        here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
+        if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
@@ -205,8 +212,10 @@ class StagedCopies(CudaStream):
     def synchronize(self) -> None:
         try:
             self.issued()
+        except ChunkflowError:
+            self._newest = None  # usable again
+            raise
         finally:
-            self._newest = None
             super().synchronize()
 
     def close(self) -> None:
@@ -232,6 +241,7 @@ class HostReads:
         """``engine``: has the thread."""
         self._copies = copies
         self._stream = engine.streams["read"]
+        copies.await_reads(engine)
         self.run, self.record, self.synchronize = self._stream.run, self._stream.record, self._stream.synchronize
 
     def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:

@@ -146,6 +146,11 @@ class Engine:
             thread.start()
         atexit.register(self.close, EXIT_SECONDS)  # threads that still compute would abort an exiting process
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of its threads."""
+        return threading.current_thread() in self._threads
+
     def pause(self) -> None:
         with self.bell.lock:
             self._paused = True

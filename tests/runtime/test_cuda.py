@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -422,6 +423,36 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
         device.copy.run(partial(device.copy_bytes, slots[i + 12], InRing(reader, cycle[i], 0)), None, "copy")
     device.copy.synchronize()
     assert torch.equal(slots[12:14], expected[:2])
+    device.close()
+
+
+@pytest.mark.parametrize("name", ["read", "copy"])
+def test_the_collector_unpins_memory_on_a_thread_of_ours(name: Literal["read", "copy"]) -> None:
+    """It waits for no copy that waits for this thread, and the step still waits for its copies."""
+    device = CudaDevice(FakeCuda())
+    device.stage()
+    device.start(False, True)
+    reads, read, collects, collected = device.stream("read"), device.read_event(), Event(), Event()
+
+    def collect() -> None:
+        assert collects.wait(WITHIN)
+        device.sync_copies()
+        collected.set()
+
+    def broken() -> None:
+        raise ValueError("a broken copy")
+
+    device.stream(name).run(collect)
+    reads.record(read)
+    device.copy.wait(read)
+    device.copy.run(broken)
+    collects.set()
+    try:
+        assert collected.wait(WITHIN)
+    finally:
+        read.reach(1)  # else a failure would never end
+    with pytest.raises(ChunkflowError, match="A copy to the device failed: a broken copy"):
+        device.copy.end_step()
     device.close()
 
 
