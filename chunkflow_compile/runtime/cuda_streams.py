@@ -243,6 +243,7 @@ class HostReads:
         self._stream = engine.streams["read"]
         copies.await_reads(engine)
         self.run, self.record, self.synchronize = self._stream.run, self._stream.record, self._stream.synchronize
+        self.recover = self._stream.recover
 
     def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
         self._stream.run(self._copies.reached(event))

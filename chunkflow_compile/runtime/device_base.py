@@ -68,6 +68,13 @@ class Stream(Protocol):
         """Block the host until the stream is empty.  Raises what the stream's work raised."""
 
 
+class ReadStream(Stream, Protocol):
+    """The stream of reads of the drive."""
+
+    def recover(self) -> None:
+        """Do the work that is enqueued from here on also if earlier work fails, whose events have the error."""
+
+
 class Device:
     """A device: the memory of the arena, and the streams.  Methods that do nothing here do nothing on host threads.
 
@@ -85,7 +92,7 @@ class Device:
     closed = False
     records = False
     pull: Stream | None = None
-    reads: Stream | None = None
+    reads: ReadStream | None = None
     _left: int | None = None  # passes that are still to be measured; None to choose them
 
     @property
@@ -113,7 +120,7 @@ class Device:
         """The stream for pulls."""
         raise NotImplementedError
 
-    def _make_reads(self) -> Stream:
+    def _make_reads(self) -> ReadStream:
         """The stream for reads of the drive."""
         raise NotImplementedError
 

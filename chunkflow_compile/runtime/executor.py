@@ -200,6 +200,8 @@ class Executor:
         arena.begin_filling()
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
+            if (reads := self.device.reads) is not None:
+                reads.recover()  # a read that failed was for another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)

@@ -294,6 +294,14 @@ class ThreadStream:
 
         self._put(_Item(run, awaits=(event, event.recorded)))
 
+    def recover(self) -> None:
+        """Do the work that is enqueued from here on also if earlier work fails, whose marks are reached with the error."""
+
+        def forget(_: BaseException | None) -> None:
+            self.failure = None
+
+        self._put(_Item(end=forget))
+
     def synchronize(self) -> None:
         over = threading.Lock()
         over.acquire()

@@ -62,6 +62,9 @@ class LoggingStream:
     def synchronize(self) -> None:
         """It is empty."""
 
+    def recover(self) -> None:
+        """Nothing fails."""
+
 
 class LoggingDevice(Device):
     """A device that lists the ops that it is given.  ``ops``: of the calls of ``executor``, which is set before each."""

@@ -13,12 +13,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from conftest import OPTIONS as SLOW
+from conftest import WITHIN
 from fake_cuda import FakeCuda
 from helpers import Stack, Tabled, in_memory, load_stack, save_stack, stack_inputs
 from hypothesis import given
@@ -28,7 +30,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
+from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
@@ -41,6 +43,7 @@ from chunkflow_compile.weights import drive, limits
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import HostMemory
+from chunkflow_compile.weights.source import WeightFile
 
 SIZE = Size(layers=1)
 LEAST = 1024
@@ -263,6 +266,42 @@ def test_a_drive_that_fails_and_a_checkpoint_that_changes(
     os.utime(saved, ns=(1, 1))
     with pytest.raises(ChunkflowError, match=f"{CHANGED}: load the model again"):
         run(**stack_inputs(1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_read_ahead_that_fails_fails_no_other_model(
+    saved: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = FakeCuda().arena() if device == "cuda" else Arena("cpu")
+    models, twin = [load_stack(str(saved)) for _ in range(2)], in_memory(load_stack(str(saved)))
+    first, second = [
+        torch.compile(
+            offload(model, min_bytes=LEAST, host_memory=0),
+            backend="chunkflow",
+            fullgraph=True,
+            options={**OPTIONS, "arena": arena},
+        )
+        for model in models
+    ]
+    for run in (first, second, first):
+        steps(run, twin)
+    last = [*reads(programs(models[0])[0].program.ops)][-1]  # for the next step
+    source = buffers(models[0])[last.weight].backing.bytes
+    assert source is not None
+    file, begin, plain, failed = source.file, source.offset + 4096 * last.first, WeightFile.read, Event()
+
+    def read(self: WeightFile, target: torch.Tensor, offset: int) -> None:
+        if self is file and offset == begin and not failed.is_set():
+            failed.set()
+            raise ChunkflowError("the file cannot be read")
+        plain(self, target, offset)
+
+    arena.streams.stream("read").synchronize()  # what the step before has read ahead
+    monkeypatch.setattr(WeightFile, "read", read)
+    inputs = stack_inputs(0)
+    assert torch.equal(first(**inputs)[0], twin(**inputs)[0]) and failed.wait(WITHIN)
+    for run in (second, first):
+        steps(run, twin)
 
 
 def test_a_drive_that_is_ten_times_slower_than_planned(
