@@ -122,7 +122,7 @@ def reads_ahead(step: Step, begin: int) -> Step:
     ``step``: of all calls.  ``begin``: the index of the op.
     """
     ops, read = list[Op](), set[tuple[str, int]]()
-    event = -1  # for which the copies waited last
+    event = -1  # for which the copies waited last, directly before a copy out of the ring: reads.py proves that
     for op in (*step[begin:], *step[:begin]):
         if isinstance(op, Read):
             read.add((op.weight, op.first))

@@ -6,6 +6,11 @@ It is proved for a cold start and the passes after it, and where programs take t
 * a read comes after every copy out of its bytes that was issued before it, and
 * a copy out of the ring comes after its read, which is the newest one that was issued into these bytes.
 
+Reads and copies wait for each other in one way only: a read is directly followed by its event, the copy out of its bytes
+directly follows the wait for that event, and a read waits for an event that a copy has just recorded.  So prologues find the
+event of each read, captured calls and weights in host memory need no reads, and a stream of the host knows where the event
+that it waits for was recorded.
+
 A copy that waits for no read reads its file itself.  A jump to a call reads again what a pass has read there for later
 copies, in the same order, and so does a cold start.  All copies that were issued before it come before these reads.  Captured
 calls have no reads.
@@ -13,11 +18,13 @@ calls have no reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from chunkflow_compile.passes.names import LANES
 from chunkflow_compile.passes.ring import BLOCK, room
-from chunkflow_compile.passes.step import Copy, Read, reads
+from chunkflow_compile.passes.step import Copy, Op, Read, Record, Wait
 
 from .cycle import Cycle
 from .happens_before import HappensBefore, newest
@@ -35,6 +42,7 @@ class _Held:
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     """The violations of a cycle in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
+    yield from _check_neighbours(cycle)
     yield from check_ring(order)
     if any(each.read for each in order.ops):
         yield from _check_prologues(cycle, order)
@@ -49,7 +57,9 @@ def check_ring(order: HappensBefore) -> Iterator[str]:
     held = list[_Held]()
     for i, each in enumerate(order.ops):
         if (read := each.read) is not None:
-            nbytes = order.turns[each.turn].plan.nbytes(weights[each.turn][read.weight], read.first, read.end)
+            if (weight := weights[each.turn].get(read.weight)) is None:
+                continue  # check_readers tells of it
+            nbytes = order.turns[each.turn].plan.nbytes(weight, read.first, read.end)
             end = read.ring + room(nbytes)
             if read.ring < 0 or read.ring % BLOCK:
                 yield f"{read.weight}: {each} begins at byte {read.ring} of the ring, where no block does"
@@ -79,9 +89,43 @@ def _serves(read: Read, copy: Copy) -> bool:
     return (read.weight, read.first, read.end, read.ring) == (copy.weight, copy.first, copy.end, copy.ring)
 
 
+def _check_neighbours(cycle: Cycle) -> Iterator[str]:
+    """Check, in each call, what is directly next to the reads, to the copies out of the ring and to their events."""
+    neighbours = list(_neighbours(cycle))
+    recorded = Counter(op.event for _, op, _ in neighbours if isinstance(op, Record))
+    awaited = Counter(op.event for _, op, _ in neighbours if isinstance(op, Wait))
+    marked = dict[int, Read]()  # by its event
+    for _, op, after in neighbours:
+        if isinstance(op, Read):
+            if isinstance(after, Record) and after.stream == "read" and recorded[after.event] == 1:
+                marked[after.event] = op
+            else:
+                yield f"{op.weight}: a read is not directly followed by an event of its own"
+    for before, op, after in neighbours:
+        match op:
+            case Record(stream="read") if not isinstance(before, Read):
+                yield f"event {op.event} of the stream of reads is not directly after a read"
+            case Wait(stream="read") if before != Record("copy", op.event):
+                yield f"a read waits for event {op.event}, which copies do not record directly before"
+            case Wait() if (read := marked.get(op.event)) is not None:
+                own = isinstance(after, Copy) and _serves(read, after) and op.stream == after.stream == "copy"
+                if not own or awaited[op.event] > 1:
+                    yield f"{read.weight}: its read is awaited elsewhere than directly before the copy out of its bytes"
+            case Copy() if op.ring is not None and not (isinstance(before, Wait) and before.event in marked):
+                yield f"{op.weight}: a copy out of the ring is not directly after the wait for its read"
+
+
+def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
+    """The ops that each call issues, with those before and after."""
+    for call in cycle.ops:
+        yield from zip((None, *call), call, (*call[1:], None), strict=False)
+
+
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check that a start at each call reads again what is read ahead of its copies there in the second of two passes, after
-    all copies that were issued before."""
+    """Check that a start at each call reads again what is read ahead of its copies there in the second of two passes, with
+    the same events, after all copies that were issued before."""
+    marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
+    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the fewest that the device may have
     ahead, expected = list[Read](), dict[int, list[Read]]()
     for each in order.ops:
         if each.step == 1:
@@ -92,9 +136,10 @@ def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
             ahead = [read for read in ahead if not _serves(read, copy)]
     earlier = next(each for each in order.ops if each.copy and each.ring is not None)
     for call in range(len(cycle.calls)):
-        first = cycle.prologue(call, jumps=call > 0)
+        first = cycle.prologue(call, lanes, jumps=call > 0)
         ops = [earlier, *(earlier._replace(op=op) for op in first)]
-        if [*reads(first)] != expected[call]:
+        again = [op for op in first if op.stream == "read" and not isinstance(op, Wait)]
+        if again != [op for read in expected[call] for op in (read, marks[read])]:
             yield f"a start at call {call} does not read what is read ahead there in a pass"
         if any(each.read and copied < 0 for each, copied in zip(ops, newest(ops, "copy"), strict=True)):
             yield f"a start at call {call} reads into the ring before all earlier copies out of it have ended"

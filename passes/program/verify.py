@@ -53,7 +53,7 @@ CHECKED_STEPS = 2
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
 # the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
 # program names; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take the
-# values that they are the last to read, and repeated regions; version 11 reads as ops.
+# values that they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to them.
 VERSION = 11
 
 

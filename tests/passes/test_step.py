@@ -272,6 +272,7 @@ def test_few_files_look_at_the_class_of_an_op() -> None:
         "passes/ops.py",
         "passes/placement/timeline.py",
         "passes/program/happens_before.py",
+        "passes/program/reads.py",
         "chunkflow_compile/report/lines.py",
         "chunkflow_compile/runtime/instructions.py",
         "chunkflow_compile/simulate/group_offload.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch.fx import Node
 
 from chunkflow_compile.passes.errors import FindingError
-from chunkflow_compile.passes.ops import PREFETCH, READ
+from chunkflow_compile.passes.names import LANES, Lane
+from chunkflow_compile.passes.ops import PREFETCH, READ, WAIT
 from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import check_reads
@@ -92,7 +93,7 @@ def test_a_cycle_that_reads_the_drive_is_proved() -> None:
     assert verify(found).version >= 5
 
 
-Mutant = Callable[[Node, Node], object]
+Mutant = Callable[[Cycle, Node, Node], object]
 
 
 def _without(node: Node, name: str) -> None:
@@ -107,21 +108,78 @@ def _moved(read: Node, ring: int) -> None:
     read.args = (*read.args[:3], ring)
 
 
-# How a program is broken, at a copy out of the ring and at a read that come in the middle, and what is said of it.
+def _of(weight: str, read: Node) -> None:
+    read.args = (weight, *read.args[1:])
+
+
+def _targets(of: Cycle, call: int, target: object) -> list[Node]:
+    return [n for n in of.calls[call].module.graph.nodes if n.target is target]
+
+
+def _swap_waits(of: Cycle) -> None:
+    """The last copy of a call waits for the read of the first copy of the next call too, which is issued before it."""
+    copy, then = _targets(of, 0, PREFETCH)[-1], next(n for n in _targets(of, 1, PREFETCH) if "read" in n.kwargs)
+    _with(copy, read=then.kwargs["read"])
+    _without(then, "read")
+
+
+def _share_event(of: Cycle) -> None:
+    """A read records the event that compute awaits after the copy of its bytes."""
+    awaited = {op.event for op in of.step if isinstance(op, Wait) and op.stream == "compute"}
+    copy = next(n for n in _targets(of, 1, PREFETCH) if "read" in n.kwargs and n.kwargs.get("then") in awaited)
+    read = next(n for call in range(2) for n in _targets(of, call, READ) if n.args[:3] == copy.args[:3])
+    _with(read, then=copy.kwargs["then"])
+    _with(copy, read=copy.kwargs["then"])
+
+
+def _delay(of: Cycle) -> None:
+    """The last read of a call is issued by the next one."""
+    read, first = _targets(of, 0, READ)[-1], _targets(of, 1, PREFETCH)[0]
+    with first.graph.inserting_before(first):
+        first.graph.call_function(READ, read.args, dict(read.kwargs))
+    read.graph.erase_node(read)
+
+
+def _wait_on_compute(read: Node) -> None:
+    with read.graph.inserting_after(read):
+        read.graph.call_function(WAIT, (read.kwargs["then"], ()))
+
+
+# How a cycle is broken, such as at a copy out of the ring and at a read in the middle of a call, and what is said of it.
 MUTANTS: dict[str, tuple[Mutant, str]] = {
-    "a copy waits for no read": (lambda copy, read: _without(copy, "read"), "missing edge: read"),
-    "a read marks nothing": (lambda copy, read: _without(read, "then"), "missing edge: read"),
-    "a read is lost": (lambda copy, read: read.graph.erase_node(read), "hold no read of them"),
+    "a copy waits for no read": (lambda _, copy, read: _without(copy, "read"), "missing edge: read"),
+    "a read marks nothing": (lambda _, copy, read: _without(read, "then"), "missing edge: read"),
+    "a read is lost": (lambda _, copy, read: read.graph.erase_node(read), "hold no read of them"),
     "a copy takes other bytes": (
-        lambda copy, read: _with(copy, ring=copy.kwargs["ring"] + BLOCK),
+        lambda _, copy, read: _with(copy, ring=copy.kwargs["ring"] + BLOCK),
         "hold no read of them",
     ),
-    "a read goes elsewhere": (lambda copy, read: _moved(read, 1 << 20), "hold no read of them"),
-    "a read begins within a block": (lambda copy, read: _moved(read, read.args[3] + 1), "where no block does"),
-    "a read waits for no copy": (lambda copy, read: _without(read, "after"), "missing edge: prefetch"),
+    "a read goes elsewhere": (lambda _, copy, read: _moved(read, 1 << 20), "hold no read of them"),
+    "a read begins within a block": (lambda _, copy, read: _moved(read, read.args[3] + 1), "where no block does"),
+    "a read waits for no copy": (lambda _, copy, read: _without(read, "after"), "missing edge: prefetch"),
     "a read comes too early": (
-        lambda copy, read: next(n for n in read.graph.nodes if n.target is PREFETCH).prepend(read),
+        lambda _, copy, read: next(n for n in read.graph.nodes if n.target is PREFETCH).prepend(read),
         "hold no read of them",
+    ),
+    "a read is of another weight": (
+        lambda _, copy, read: _of("no such weight", read),
+        "no such weight: .* it is not streamed",
+    ),
+    "a copy waits for the read of the next one": (
+        lambda of, copy, read: _swap_waits(of),
+        "awaited elsewhere than directly before the copy out of its bytes",
+    ),
+    "a read records the event of its copy": (
+        lambda of, copy, read: _share_event(of),
+        "followed by an event of its own",
+    ),
+    "a read is issued by the next call": (
+        lambda of, copy, read: _delay(of),
+        "which copies do not record directly before",
+    ),
+    "compute waits for a read": (
+        lambda _, copy, read: _wait_on_compute(read),
+        "awaited elsewhere than directly before the copy out of its bytes",
     ),
 }
 
@@ -134,7 +192,7 @@ def test_rejects(name: str) -> None:
     nodes = [*of.calls[1].module.graph.nodes]
     read = next(n for n in nodes[len(nodes) // 2 :] if n.target is READ and "after" in n.kwargs)
     copy = next(n for n in nodes[len(nodes) // 2 :] if n.target is PREFETCH and "read" in n.kwargs)
-    change(copy, read)
+    change(of, copy, read)
     with pytest.raises(FindingError, match=named):
         verify(of)
 
@@ -162,9 +220,14 @@ def test_a_jump_reads_what_is_read_ahead_in_a_pass(monkeypatch: pytest.MonkeyPat
 def test_a_start_waits_for_the_copies_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any two programs or calls, so also where the copies that run into it are of other bytes."""
     of, plain = cycle(), Cycle.prologue
-    begin = plain(of, 0)[:6]  # a join, and the handover to two lanes and to the reads
-    assert [type(op) for op in begin] == [Record, Record, Wait, Wait, Record, Wait]
-    monkeypatch.setattr(Cycle, "prologue", lambda self, *rest, **named: plain(self, *rest, **named)[4:])
+    one = LANES[:1]  # all that a device has where nothing is pulled
+    begin = plain(of, 0, one)[:5]  # a join, and the handover to the lane and to the reads
+    assert [type(op) for op in begin] == [Record, Wait, Record, Wait, Wait]
+
+    def without_a_join(self: Cycle, call: int, lanes: Sequence[Lane] = LANES, **named: Any) -> Any:
+        return plain(self, call, lanes, **named)[2 if lanes == one else 0 :]
+
+    monkeypatch.setattr(Cycle, "prologue", without_a_join)
     said = "".join(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
     assert "a start at call 0 reads into the ring before all earlier copies out of it have ended" in said
 
