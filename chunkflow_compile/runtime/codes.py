@@ -109,8 +109,11 @@ class Code:
         return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Code:
-        """The code for weights in files, also those that its plan expects in host memory, without compiling.  It is the same
-        if there are none, if others plan for their files (a cycle does), or if the plan was given."""
+        """The code for weights in files, also those that its plan expects in host memory, without compiling.
+
+        It is the same if there are none, if others plan for their files (a cycle does), or if the plan was given.  Copies of
+        weights that the plan expects in host memory then read their files themselves.
+        """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
         pieces = in_files(self.cut, names)
