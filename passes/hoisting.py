@@ -64,6 +64,15 @@ class HoistingFigures:
         this is the timestep, which takes the same values in every generation."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
+    def budget_for(self, nbytes: int) -> int:
+        """The smallest budget for a plan of main that takes ``nbytes``, and a table that takes its share of the budget."""
+        others = nbytes + self.outside - self.rows * self.row_bytes
+        for rows in range(1, MOST_ROWS):
+            budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)
+            if budget // _SHARE_OF_ROWS // self.row_bytes == rows:
+                return budget
+        return others + MOST_ROWS * self.row_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hoisting:

@@ -55,6 +55,8 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 
 # Passes that can be left out, to see whether one of them causes a fault.  Later passes need all others.
 OPTIONAL_PASSES: Mapping[str, str] = {
+    "rotary": "complex rotary embeddings are computed in real arithmetic",
+    "recompute": "values that are cheaper to compute again are not handed over between regions",
     "views": "pieces that hold only views are moved into the regions around them",
     "sharing": "equal regions are lowered once",
     "cycle": "programs that run in turns are planned as one",

@@ -1,7 +1,7 @@
 """Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
-regions     regions of pure compute between collectives            discover, cut, peers, split, pack
+regions     regions of pure compute between collectives            rotary, discover, cut, peers, split, pack
 planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
+from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
@@ -154,6 +155,20 @@ def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends
     return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
 
 
+def _planned(pieces: Cut, settings: Settings) -> Plan:
+    """The plan of a cut.  Raises ChunkflowError if none meets the goal."""
+    goal, traced = settings.goal, pieces.traced
+    try:
+        return make_plan(pieces.problem, _decided(pieces.problem, settings))
+    except ChunkflowError as error:
+        if goal.memory is None or not goal.activations or goal.split == 1 or not (traced.sizes or traced.unknown):
+            raise
+        raise ChunkflowError(
+            f"{error} Blocks cannot be split into slices here because the sizes of the graph are symbolic: compile the model "
+            "with dynamic=False."
+        ) from error
+
+
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
     problem, settings = problem_of(calls), replace(settings, likes=(), part=False)
@@ -168,7 +183,15 @@ def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
 def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collection[str] = ()) -> Cut:
     """Discover the weights of a traced graph and cut it into regions, by default at its finest."""
     group_bytes = DEFAULT_GROUP_BYTES if group_bytes is None else group_bytes
-    return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
+    if "rotary" not in disabled:
+        traced = in_real_arithmetic(traced)
+    return cut(
+        traced,
+        discover(traced),
+        group_bytes,
+        dissolve_views="views" not in disabled,
+        recompute="recompute" not in disabled,
+    )
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
@@ -214,10 +237,10 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
     """The cut with one region for each group of the finest one, and no weight packed."""
-    views = "views" not in settings.disabled
+    views, recompute = "views" not in settings.disabled, "recompute" not in settings.disabled
     discovery = (finest.raw or finest).discovery
     group_bytes = DEFAULT_GROUP_BYTES if settings.group_bytes is None else settings.group_bytes
-    return cut(finest.traced, discovery, group_bytes, dissolve_views=views, groups=groups)
+    return cut(finest.traced, discovery, group_bytes, dissolve_views=views, recompute=recompute, groups=groups)
 
 
 def whole_blocks(finest: Cut, settings: Settings) -> Cut:
@@ -331,7 +354,7 @@ def stages(
         check_cut(pieces)
     if last == "regions":
         return
-    plan = make_plan(pieces.problem, _decided(pieces.problem, settings))
+    plan = _planned(pieces, settings)
     yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
     if verify_each:
         check_plan(plan, pieces.problem, settings.goal)

@@ -117,11 +117,18 @@ def called(model: Any, config: Any, seed: int, dtype: torch.dtype | None = None,
     return outputs(model(**inputs))
 
 
+def options_for(model: Any) -> dict[str, Any]:
+    """The options, in which a large weight has at most 64 chunks: planning takes time for each chunk."""
+    largest = max(p.nbytes for p in model.parameters())
+    return {**OPTIONS, "chunk_bytes": max(OPTIONS["chunk_bytes"], largest // 64 // 256 * 256)}
+
+
 def compiled(model: Any, way: str, backend: str, **options: Any) -> Any:
     ours = backend == "chunkflow"
+    options = {**options_for(model), **options}
     if ours and way in ("kind", "slots", "packed", *QUANTISERS):
-        return chunkflow_compile.compile(model, **OPTIONS, **options, pack=way == "packed")
-    more: dict[str, Any] = {"options": {**OPTIONS, **options}} if ours else {}
+        return chunkflow_compile.compile(model, **options, pack=way == "packed")
+    more: dict[str, Any] = {"options": options} if ours else {}
     if way == "repeated":
         if ours:
             chunkflow_compile.offload(model, min_bytes=OPTIONS["min_bytes"])

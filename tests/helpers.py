@@ -118,6 +118,16 @@ def run_python(*arguments: str, folder: Path | None = None, **environment: str) 
     )
 
 
+def allocated_peak(profiled: Any) -> int:
+    """Most bytes that torch's allocator had given out at once, of those since the profile began."""
+    most = now = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
 def anonymous_bytes() -> int:
     """Memory of this process that is no file's."""
     (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())

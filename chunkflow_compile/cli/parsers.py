@@ -98,7 +98,7 @@ def _plan(parser: ArgumentParser) -> None:
     add_json(parser, "the plan, or the points of the curve,")
     weights = "also list every block, and every weight with the reason for its place"
     parser.add_argument("--weights", action="store_true", help=weights)
-    curve = "print the predicted time per forward for each budget, also with --pack or --peers; draw it to PNG"
+    curve = "print the predicted time per forward for each budget, also with --pack, --peers or --hoist; draw it to PNG"
     parser.add_argument("--curve", nargs="?", const="", metavar="PNG", help=curve)
 
 

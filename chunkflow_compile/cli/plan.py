@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -11,11 +12,11 @@ from tqdm import tqdm
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.plan import chunk_count
-from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import check_picture, draw_curve
 from chunkflow_compile.report.plan_tables import (
     answer,
     blocks_table,
+    hoisting_sentence,
     packing_sentence,
     peers_sentence,
     summary_table,
@@ -61,16 +62,22 @@ def _curve(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(
             "--curve covers all budgets: leave out --memory, --weight-memory, --slowdown, --yield and --weights."
         )
-    if arguments.hoist != "no":
-        raise ChunkflowError("--curve plans the whole model for each budget: leave out --hoist.")
+    if arguments.hoist == "auto":
+        raise ChunkflowError(
+            "--hoist auto decides for one budget, but --curve covers all budgets: use --hoist or remove it."
+        )
     progress = Progress(2)
     target = load_target(arguments, progress)
     with progress.phase("planning for each budget"):
         note_rates(target)
-        points = _points(target, target.raw)
-        said = {"packed": packing_sentence(target.problem), "in pieces": peers_sentence(target.problem)}
+        points = _points(target, plans_along(target.raw, target.hardware, target.settings.chunk_bytes))
+        said = {
+            "packed": packing_sentence(target.problem),
+            "in pieces": peers_sentence(target.problem),
+            "hoisted": "" if target.hoisted is None else hoisting_sentence(target.hoisted),
+        }
         form = ", ".join(name for name, sentence in said.items() if sentence)
-        others = _points(target, target.problem) if form else []
+        others = _points(target, _plans_of_step(target)) if form else []
     say(arguments, f"{target.heading}\n")
     headers = ["weights on the GPU", "forward", "of resident"]
     rows = [[size(p.memory), *_cells(p.step_s, points)] for p in _few(points)]
@@ -89,11 +96,21 @@ def _curve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _points(target: Target, problem: Problem) -> list[Point]:
-    """The curve of one form of the problem."""
+def _plans_of_step(target: Target) -> Iterator[Point]:
+    """The plans of what a step runs.  If products are hoisted, the rows count, and so do the copies that compute them."""
+    settings, hoisted = target.settings_of_step, target.hoisted
+    for point in plans_along(target.problem, target.hardware, settings.chunk_bytes, settings.arena):
+        if hoisted is None:
+            yield point
+        else:
+            step_s = point.step_s + hoisted.seconds_per_call
+            yield replace(point, memory=hoisted.budget_for(point.memory), step_s=step_s)
+
+
+def _points(target: Target, plans: Iterator[Point]) -> list[Point]:
+    """The curve of these plans."""
     chunk_bytes = target.settings.chunk_bytes
-    plans = plans_along(problem, target.hardware, chunk_bytes)
-    chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in problem.weights if w.keep is None)
+    chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in target.raw.weights if w.keep is None)
     progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # an upper bound
     return on_grid(progress, chunk_bytes)
 

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from chunkflow_compile.passes.graph.split import why_whole
+from chunkflow_compile.passes.pipeline import goal_of_cut
+from chunkflow_compile.passes.placement.coarsest import AS_GOOD
 from chunkflow_compile.placed.offload import programs
 from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.report.plan_tables import block_type, slices_notes
+from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_buffer import Form
 
@@ -43,20 +46,33 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def splitting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Into how many slices the blocks of a placed model are split, and why others are whole where the user wants slices."""
+    """Into how many slices the blocks of a placed model are split, and why others are whole where slices are wanted."""
     notes = dict[str, None]()
     for program in programs(model):
-        wanted, cut = program.code.settings.goal.split, program.code.cut
+        cut = program.code.cut
         notes |= dict.fromkeys(slices_notes(cut.problem))
-        if not isinstance(wanted, int) or wanted == 1:
+        if (wanted := _slices_wanted(program)) == 1:
             continue
         split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
-        whole = {r.info.key: r for r in (cut.whole or cut).regions if block_type(r.info.block) not in split}
-        for region in whole.values():
-            if why := why_whole(region, wanted):
-                blocks = block_type(region.info.block)
-                notes[f"{blocks} are not split: {why}" if blocks else f"the model is not split: {why}"] = None
+        for region in {r.info.key: r for r in (cut.whole or cut).regions}.values():
+            blocks = block_type(region.info.block)
+            named = blocks or cut.traced.repeats  # what is outside of the blocks is never split
+            if named and blocks not in split and (why := why_whole(region, wanted)):
+                notes[f"{blocks or 'the blocks'} are not split: {why}"] = None
     return tuple(notes)
+
+
+def _slices_wanted(program: SingleCall) -> int:
+    """Into how many slices blocks are to be split: 1 unless the user, or the budget, asks for more."""
+    settings, predicted = program.code.settings, program.program.plan.predicted
+    if isinstance(settings.goal.split, int):
+        return settings.goal.split
+    if (most := max(region.repeat for region in program.code.cut.problem.regions)) > 1:
+        return most
+    goal = goal_of_cut(program.code.cut.traced, settings)
+    if not goal.activations or goal.memory is None or predicted is None:
+        return 1
+    return 2 if predicted.step_s > AS_GOOD * predicted.resident_step_s else 1
 
 
 def activation_note(predicted: int, measured: int | None) -> str:

@@ -64,7 +64,15 @@ def replan(
     with contextlib.ExitStack() as locks:
         for arena in sorted({cycle.arena for cycle in bound}, key=id):
             locks.enter_context(arena.lock())
-        plan_again({cycle: times.get(cycle) for cycle in bound}, goal, **settings)
+        try:
+            plan_again({cycle: times.get(cycle) for cycle in bound}, goal, **settings)
+        except ChunkflowError as error:
+            if memory is None or all(program.code.settings.goal.split != "auto" for program in all_programs):
+                raise
+            raise ChunkflowError(
+                f"{error} Blocks keep the number of slices that they were compiled with: compile the model with this budget "
+                "to split them into more."
+            ) from error
     if goal is not None and plan is None:  # a given plan is for one size
         for placement in placements_of(model):
             placement.aim_for(goal)

@@ -118,9 +118,7 @@ def slices_notes(problem: Problem) -> tuple[str, ...]:
         blocks = block_type(region.block)
         slices[blocks] = max(slices.get(blocks, 1), region.repeat)
     return tuple(
-        f"{f'{blocks} run' if blocks else 'the model runs'} in {count} slices of the tokens"
-        for blocks, count in slices.items()
-        if count > 1
+        f"{blocks or 'the blocks'} run in {count} slices of the tokens" for blocks, count in slices.items() if count > 1
     )
 
 

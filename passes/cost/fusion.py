@@ -87,16 +87,17 @@ class Part:
 @dataclass(frozen=True)
 class Storages:
     """The memory of a graph's values.  ``values``: tensors without data, of each node.  ``weights``: the nodes whose memory
-    does not count.  ``fused``: as in count.region_cost.  ``profiles``: of parts, by key."""
+    does not count.  ``fused``: as in count.region_cost.  ``own``: as in bases_of.  ``profiles``: of parts, by key."""
 
     values: Values
     weights: Collection[Node]
     fused: bool
+    own: Collection[Node] = ()
     profiles: dict[object, Profile] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def bases(self) -> Mapping[Node, Node]:
-        return bases_of(self.values)
+        return bases_of(self.values, self.own)
 
     @cached_property
     def position(self) -> Mapping[Node, int]:
@@ -140,6 +141,7 @@ class _Kernels:
             for base in dict.fromkeys(self.bases[a] for a in _operands(node)):
                 self.readers.setdefault(base, []).append(node)
         self.alone = {n for n in made if _is_alone(n, self.values)} if storages.fused else set(made)
+        self.joined = {n for n in made if _is_cat(n)} if storages.fused else set[Node]()
         self.kernels = self._lowered(made)
         if storages.fused:
             self._fuse()
@@ -151,7 +153,7 @@ class _Kernels:
         orders = [self.kernels]
         if self.storages.fused:
             orders.append(_fewest_first(self.kernels, nbytes, self.outputs))
-        made = [_Made(order, nbytes, self.outputs) for order in orders]
+        made = [_Made(order, nbytes, self.outputs, self.joined) for order in orders]
         chosen = min(made, key=lambda made: made.expected_peak)
         own = chosen.in_place(self._reused) if self.storages.fused else chosen.expected
         last = {base: i for i, kernel in enumerate(chosen.order) for base in kernel.reads}
@@ -174,13 +176,13 @@ class _Kernels:
             for argument in operands:
                 base = self.bases[argument]
                 read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
-                if _is_cat(node):  # each operand is written to its place by a kernel of its own
+                if node in self.joined:  # each operand is written to its place by a kernel of its own
                     kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
                     kernels.append(kernel)
                 kernel.reads |= read.reads
                 kernel.strided |= read.strided if self._in_order(argument) else read.reads
                 ops += more
-            if not _is_cat(node):
+            if node not in self.joined:
                 if self._is_realized(node, len(kernel.reads), ops):
                     kernels.append(kernel)
                 else:
@@ -320,7 +322,13 @@ class _Made:
     """The values that kernels make in this order.  ``expected``: their bytes at each kernel by Inductor's estimate, which
     knows of no value that is overwritten and counts the parts of a concatenation by themselves."""
 
-    def __init__(self, order: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> None:
+    def __init__(
+        self,
+        order: Sequence[_Kernel],
+        nbytes: Mapping[Node, int],
+        outputs: Collection[Node],
+        joined: Collection[Node],
+    ) -> None:
         self.order, self.nbytes = order, nbytes
         self.dying: list[list[Node]] = [[] for _ in order]
         last = {base: i for i, kernel in enumerate(order) for base in (*kernel.writes, *kernel.reads) if base in nbytes}
@@ -333,8 +341,7 @@ class _Made:
         for i, kernel in enumerate(order):
             now += sum(nbytes[b] for b in kernel.writes - alive)
             alive |= kernel.writes
-            joined = sum(nbytes[b] for b in kernel.writes if _is_cat(b) and written[b] == i)
-            self.expected.append(now + joined)
+            self.expected.append(now + sum(nbytes[b] for b in kernel.writes if b in joined and written[b] == i))
             now -= sum(nbytes[b] for b in self.dying[i])
         self.expected_peak = max(self.expected, default=0)
 

@@ -4,7 +4,8 @@ On entry: the nodes of a region, with values without data, and which of them are
 On exit: how many other kernels there are, and what they read and write.
 
 Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads once
-what comes from outside it, and writes what is used outside it.  An eager op is a kernel by itself.
+what comes from outside it, and writes what is used outside it.  A node that is marked as ``INLINED`` is computed in each
+group that reads it, from the same part of its operands.  An eager op is a kernel by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from networkx.utils import UnionFind
 from torch.fx import Node
 
 Values = Mapping[Node, Any]
+# Marks a pointwise node in its metadata.
+INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
@@ -26,8 +29,9 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
     ``fused``: as Inductor groups them; else each op is one.
     """
     bases, depths = bases_of(values), _depths(values, products)
+    inlined = {n for n in values if fused and n.meta.get(INLINED)}
     others = (n for n in values if n not in products and n.op == "call_function" and not _moves_nothing(n))
-    ops = [n for n in others if tensors(values[n])]
+    ops = [n for n in others if tensors(values[n]) and n not in inlined]
     groups = UnionFind(ops)
     if fused:
         members = set(ops)
@@ -36,7 +40,7 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
     kernels = [set(group) for group in groups.to_sets()] if ops else []
     traffic = Counter[int]()
     for group in kernels:
-        for tensor, moved in _moved(group, values, bases):
+        for tensor, moved in _moved(group, values, bases, inlined):
             traffic[tensor] += moved
     return len(kernels), traffic
 
@@ -50,14 +54,13 @@ def _moves_nothing(node: Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def bases_of(values: Values) -> dict[Node, Node]:
-    """Node -> the node that made its memory."""
+def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
+    """Node -> the node that made its memory.  ``own``: nodes that have memory of their own although they are views."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
-        bases[node] = (
-            bases.get(inputs[0], inputs[0]) if inputs and node.op != "output" and _moves_nothing(node) else node
-        )
+        is_base = not inputs or node.op == "output" or node in own or not _moves_nothing(node)
+        bases[node] = node if is_base else bases.get(inputs[0], inputs[0])
     return bases
 
 
@@ -69,13 +72,19 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
     return depths
 
 
-def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> Iterator[tuple[int, int]]:
+def _moved(
+    group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
+) -> Iterator[tuple[int, int]]:
     """Bytes of each tensor that a kernel reads or writes, and how many of them it moves: each at most once, however many
     views it reads."""
     read: dict[Node, int] = {}
-    for node in dict.fromkeys(n for member in group for n in member.all_input_nodes):
-        if (base := bases[node]) not in group:
-            read[base] = read.get(base, 0) + tensor_bytes(values[node])
+    todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
+    for node, moved in todo:  # which grows by the operands of inlined nodes
+        if (base := bases[node]) in inlined:
+            whole = tensor_bytes(values[base])
+            todo += [(n, tensor_bytes(values[n]) * moved // whole) for n in base.all_input_nodes]
+        elif base not in group:
+            read[base] = read.get(base, 0) + moved
     for base, moved in read.items():
         yield tensor_bytes(values[base]), min(moved, tensor_bytes(values[base]))
     for node in group:

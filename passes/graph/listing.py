@@ -40,7 +40,8 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
             return f"{node.name} = {node.target}({', '.join(operands)})"
         taken = [f"{text}{_slice_text(part)}" for text, part in zip(operands, slicing.inputs, strict=True)]
         written = [(operands[over] if over is not None else "new") + _slice_text(part) for part, over in slicing.writes]
-        return f"{node.name} = {node.target}[{slicing.repeat}]({', '.join(taken)}, out=({', '.join(written)},))"
+        taken += [f"out=({', '.join(written)},)"] if written else []
+        return f"{node.name} = {node.target}[{slicing.repeat}]({', '.join(taken)})"
     named = f"{node.name}: {_shape(node)}" if "val" in node.meta else node.name
     if node.target is operator.getitem:
         return f"{named} = {_value_text(node.args[0], renamed)}[{_value_text(node.args[1], renamed)}]"

@@ -3,14 +3,15 @@
 Contract
     On entry: an ATen inference graph and its Discovery.  The graph is not changed.
     Preserved: every node is computed once, except views of weights and of collective results.  These are repeated in
-    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  The
-    order of collectives is that of the graph.
+    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  So are
+    values that are cheaper to compute again than to hand over (recompute.py).  The order of collectives is that of the graph.
     Cuts: at collectives, where the block changes, and before a weight that would bring a region above ``group_bytes``
     of weights.  A group of regions of such a cut becomes one region (coarsen.py chooses which).
 
 Steps
     assign        give every compute node a segment number, in program order
     dissolve      move segments that hold only views into the regions around them
+    recompute     let each segment compute what is cheaper to compute again than to hand over
     sizes         give each region the symbols that its sizes use
     build         build one FX graph per segment; inputs in order of first use, outputs in order of definition
     key           digest a region's structure; regions with equal keys share one lowering
@@ -28,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import gemm_tiles, region_cost
 from chunkflow_compile.passes.cost.fusion import Storages
+from chunkflow_compile.passes.cost.kernels import INLINED
 from chunkflow_compile.passes.cost.live import live_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
@@ -44,8 +46,10 @@ from .discover import (
     is_view,
     is_wait_tensor,
     nbytes,
+    viewed,
 )
 from .keys import structural_key
+from .recompute import to_recompute
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
 from .slice_graphs import Slice
 from .traced import Traced
@@ -85,7 +89,8 @@ class Cut:
     """What was cut, its regions and its top-level nodes.
 
     ``sequence``: the regions, collectives and completions, in program order.  ``storages``: the memory of the graph's values.
-    ``raw``: the same with no weight packed, if one is.  ``whole``: the same with no region split, if one is.
+    ``raw``: the same with no weight packed, if one is.  ``recomputed``: nodes that each region repeats, views of weights
+    aside.  ``whole``: the same with no region split, if one is.
     """
 
     traced: Traced
@@ -95,6 +100,7 @@ class Cut:
     problem: Problem
     storages: Storages = field(compare=False, repr=False)
     raw: Cut | None = None
+    recomputed: frozenset[Node] = frozenset()
     whole: Cut | None = None
 
     @property
@@ -113,7 +119,10 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The cut of the same graph at other sizes: costs and bytes of activations are other ones."""
+        """The cut of the same graph at other sizes: costs and bytes of activations are other ones.  The graph stays that of
+        this cut."""
+        if traced.graph is not self.traced.graph:
+            traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
         costs = {key: cost_at(region.module, traced, region.slicing) for key, region in regions.items()}
         storages = _storages_at(traced, self.discovery, self.sequence)
@@ -160,13 +169,15 @@ def cut(
     group_bytes: int = DEFAULT_GROUP_BYTES,
     *,
     dissolve_views: bool = True,
+    recompute: bool = True,
     groups: Sequence[Sequence[int]] = (),
 ) -> Cut:
     """Cut a traced graph into regions.
 
     ``group_bytes``: most bytes of streamed weights in one region; only the weights of a single op may exceed it.
-    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.  ``groups``: indices of
-    the regions that would be cut, each of which becomes one region; empty for one each.
+    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.  ``recompute``: whether
+    values that are cheaper to compute again are not handed over.  ``groups``: indices of the regions that would be cut, each
+    of which becomes one region; empty for one each.
     Raises ChunkflowError if the graph holds no compute.
     """
     graph = traced.graph
@@ -174,6 +185,8 @@ def cut(
     segments.assign()
     if dissolve_views:
         segments.dissolve()
+    if traced.fused and recompute:
+        segments.recompute(traced.sizes)
     segments.merge(groups)
     segments.find_symbols()
     regions: list[CutRegion] = []
@@ -188,13 +201,17 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
-    return cut_into(traced, discovery, sequence)
+    return cut_into(traced, discovery, sequence, frozenset(segments.recomputed))
 
 
 def cut_into(
-    traced: Traced, discovery: Discovery, sequence: Sequence[CutRegion | Node], whole: Cut | None = None
+    traced: Traced,
+    discovery: Discovery,
+    sequence: Sequence[CutRegion | Node],
+    recomputed: frozenset[Node],
+    whole: Cut | None = None,
 ) -> Cut:
-    """The cut of a traced graph into these regions, which learn their peaks.  ``whole``: see :class:`Cut`."""
+    """The cut of a traced graph into these regions, which learn their peaks.  ``recomputed``, ``whole``: see :class:`Cut`."""
     storages = _storages_at(traced, discovery, sequence)
     peaks = iter(live_of(storages, sequence).peaks)
     sequence = [
@@ -203,7 +220,7 @@ def cut_into(
     ]
     regions = tuple(item for item in sequence if isinstance(item, CutRegion))
     problem = problem_at(traced, discovery, [r.info for r in regions], sequence)
-    return Cut(traced, discovery, regions, tuple(sequence), problem, storages, whole=whole)
+    return Cut(traced, discovery, regions, tuple(sequence), problem, storages, recomputed=recomputed, whole=whole)
 
 
 class _Segments:
@@ -218,6 +235,7 @@ class _Segments:
         streamable = {w.node for w in discovery.weights if w.keep is None}
         self.lazy: dict[Node, None] = {v: None for v, w in discovery.weight_views.items() if w in streamable}
         self.lazy |= {n: None for n in graph.graph.nodes if is_size(n) and not self._needed_at_top_level(n)}
+        self.recomputed = dict[Node, None]()
         self.block_of: dict[int, str] = {}
         self.symbols: dict[int, list[Node]] = {}
         self.sent: set[Node] = set()  # symbols that later segments need
@@ -269,6 +287,13 @@ class _Segments:
                 else:
                     self.of[node] = target
 
+    def recompute(self, sizes: Mapping[str, int]) -> None:
+        """Let each segment compute what is cheaper to compute again than to hand over.  ``sizes``: of the symbols."""
+        streamed = {w.node for w in self.discovery.weights if w.keep is None}
+        self.recomputed = to_recompute(self.graph.graph, self.of, self.lazy, streamed, sizes)
+        self.lazy |= self.recomputed
+        self.of = {node: segment for node, segment in self.of.items() if node not in self.recomputed}
+
     def merge(self, groups: Sequence[Sequence[int]]) -> None:
         """Make one segment of each group.  ``groups``: of positions among the segments, in program order."""
         segments = [self.of[item[0]] for item in self.skeleton() if not isinstance(item, Node)]
@@ -283,12 +308,21 @@ class _Segments:
         nodes = symbol_nodes(self.graph)
         needed: dict[int, set[str]] = {}
         for node, segment in self.of.items() if nodes else ():
-            for value in (node, *node.all_input_nodes):
+            for value in self._with_operands(node):
                 needed.setdefault(segment, set()).update(symbols_of(value.meta.get("val")))
         for segment, names in needed.items():
             used = [nodes[name] for name in sorted(names) if name in nodes]
             self.symbols[segment] = [n for n in used if self.of.get(n, -1) < segment]
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
+
+    def _with_operands(self, node: Node) -> Iterable[Node]:
+        """A node and its operands, and those of the operands that its segment computes again."""
+        yield node
+        for operand in node.all_input_nodes:
+            if operand in self.recomputed:
+                yield from self._with_operands(operand)
+            else:
+                yield operand
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
         """Segments (as lists of nodes) and collectives, in program order."""
@@ -370,6 +404,8 @@ def _build(
             base = [resolve(a) for a in node.all_input_nodes]
             assert base, "a view has an input"
             copies[node] = new.node_copy(node, resolve)
+            if node in segments.recomputed:
+                copies[node].meta[INLINED] = True
         else:
             assert node not in members, "regions keep program order"
             computed = (n for n in new.nodes if n.op != "placeholder")
@@ -419,10 +455,21 @@ def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None)
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
     """The memory of the values of a traced graph, at its sizes, and of those that only regions of this sequence have."""
-    outputs = (node for item in sequence if isinstance(item, CutRegion) for node in item.outputs)
-    nodes = dict.fromkeys((*traced.graph.graph.nodes, *outputs))
+    regions = [item for item in sequence if isinstance(item, CutRegion)]
+    nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
-    return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused)
+    own = frozenset(node for region in regions for node in _allocated(region))
+    return Storages(values, frozenset(w.node for w in discovery.weights), traced.fused, own)
+
+
+def _allocated(region: CutRegion) -> Iterable[Node]:
+    """The outputs of a split region that have memory of their own, whatever they view in the traced graph."""
+    if region.slicing is None:
+        return ()
+    if region.slicing.writes:
+        return region.outputs
+    results = region.module.graph.output_node().all_input_nodes
+    return (n for n, made in zip(region.outputs, results, strict=True) if viewed(made).op != "placeholder")
 
 
 def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:

@@ -139,14 +139,13 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
     given = phase.module.graph.find_nodes(op="placeholder")[: len(phase.inputs)]
     leaves = dict(zip(given, zip(phase.inputs, phase.slices, strict=True), strict=True))
     numbers = _numbered(phase.module.graph, leaves, table)
-    wanted: list[tuple[Node, list[Part | None]]]
     results: Any
     if phase.writes:
         results = [n.args[1] for n in phase.module.graph.nodes if n.target is torch.ops.aten.copy_.default]
-        wanted = [(w.value, [_part(w.value, w.slice)]) for w in phase.writes]
+        wanted = [(w.value, _parts(w.value, w.slice)) for w in phase.writes]
     else:
         (results,) = phase.module.graph.output_node().args
-        wanted = [(n, [None, *(Part(d, size, 0, size) for d, size in enumerate(shape_of(n)))]) for n in phase.outputs]
+        wanted = [(n, _parts(n, None)) for n in phase.outputs]
     if len(results) != len(wanted) or [n for n, _ in wanted] != list(phase.outputs):
         _wrong(number, "has other results than its graph")
     values = {n for n in phase.inputs if n.op == "call_function"}
@@ -155,8 +154,12 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
             _wrong(number, f"computes another value than {node}, or from other slices")
 
 
-def _part(node: Node, part: Slice) -> Part:
-    return Part(part.dim, shape_of(node)[part.dim], part.offset, part.size)
+def _parts(node: Node, part: Slice | None) -> list[Part | None]:
+    """A part of a node, None for the whole; of the whole, all parts that are the whole."""
+    shape = shape_of(node)
+    if part is None or part.size == shape[part.dim]:
+        return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
+    return [Part(part.dim, shape[part.dim], part.offset, part.size)]
 
 
 def _number_of(

@@ -104,6 +104,7 @@ _MOVES = {
         "zeros_like",
         "ones_like",
         "slice_scatter",
+        "select_scatter",
     ),
     *("view_as_real", "view_as_complex", "lift_fresh_copy"),
 }
@@ -366,6 +367,15 @@ def _slice_scatter(node: Node, part: Part, item: int | None) -> Sliced | Operand
     if _dim(named["dim"], len(shape)) == part.dim:
         raise NoRule("slice_scatter writes a part of the dimension")
     return _with(node, self=Operand(_operand(node), part), src=Operand(named["src"], part))
+
+
+@_rule("select_scatter")
+def _select_scatter(node: Node, part: Part, item: int | None) -> Sliced:
+    named, dim = _named(node), _dim(int(_named(node)["dim"]), len(shape_of(node)))
+    if dim == part.dim:
+        raise NoRule("select_scatter writes a part of the dimension")
+    inside = replace(part, dim=part.dim - (part.dim > dim))
+    return _with(node, self=Operand(_operand(node), part), src=Operand(named["src"], inside))
 
 
 @_rule("copy")

@@ -13,7 +13,7 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from .discover import collective_kind, is_wait_tensor, nbytes, viewed
 from .keys import structural_key
 from .regions import Cut, CutRegion, Slicing, cost_at, cut_into
 from .slice_check import check_phases
-from .slices import Phase, Whole, phases
+from .slices import Phase, Whole, layout_of, phases
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
@@ -39,7 +39,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
     """
     cut = cut.whole or cut
     owned = _owned(cut)
-    made = dict[object, tuple[CutRegion, tuple[_Calls, ...]]]()
+    made = dict[object, tuple[GraphModule, tuple[_Calls, ...]]]()
     sequence, count = list[CutRegion | Node](), 0
     for item in cut.sequence:
         if isinstance(item, Node):
@@ -49,15 +49,13 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
         if (repeat := repeats.get(item.info.key, 1)) > 1:
             mine = owned[item.info.index]
             if (item.info.key, mine) not in made:
-                found = phases(item.module, repeat, mine)
-                check_phases(item.module, found, mine)
-                made[item.info.key, mine] = item, tuple(_calls(item.module, found))
+                made[item.info.key, mine] = _split(item.module, repeat, mine)
             new = [*_regions(cut, item, *made[item.info.key, mine])]
         for region in new:
             info = replace(region.info, index=count, name=f"region_{count}")
             sequence.append(replace(region, info=info))
             count += 1
-    return cut_into(cut.traced, cut.discovery, sequence, cut)
+    return cut_into(cut.traced, cut.discovery, sequence, cut.recomputed, cut)
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
@@ -69,11 +67,62 @@ def why_whole(region: CutRegion, repeat: int) -> str:
     return ""
 
 
-def _regions(cut: Cut, region: CutRegion, like: CutRegion, made: Sequence[_Calls]) -> Iterator[CutRegion]:
-    """The regions of a region.  ``like``: an equal region, of whose graph the phases are."""
+def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
+    """The calls that compute a region's graph, and the graph of whose values they are.
+
+    A stream that could be overwritten if it were not transposed is copied first: for one more pass over it, two of its size
+    are not alive at the same time as K and V.
+    """
+    found, copies = phases(module, repeat, owned), list[_Calls]()
+    for place in _transposed(module, found, owned):
+        other, copy = _with_copy(module, place)
+        again = phases(other, repeat, owned)
+        if _overwritten(again) > _overwritten(found):
+            module, found = other, again
+            copies.append(copy)
+    check_phases(module, found, owned)
+    streams = {node: part for copy in copies for part, node in copy.parts.items()}
+    calls = (replace(c, inputs=tuple(streams.get(n, n) for n in c.inputs)) for c in _calls(module, found))
+    return module, (*copies, *calls)
+
+
+def _overwritten(found: Sequence[Phase]) -> int:
+    """How many inputs phases overwrite."""
+    return sum(write.over is not None for phase in found for write in phase.writes)
+
+
+def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[int]) -> list[int]:
+    """The inputs, by position, that are not contiguous, but would otherwise have the layout of a result in new memory."""
+    fresh = [w.value for phase in found if phase.repeat > 1 for w in phase.writes if w.over is None]
+    results = {layout_of(node.meta["val"]) for node in fresh}
+    given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    return [
+        place
+        for place in sorted(owned)
+        if not given[place].is_contiguous() and layout_of(given[place].contiguous()) in results
+    ]
+
+
+def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
+    """A graph whose input ``place`` is contiguous, and the call that makes it so."""
+    graph, copy = Graph(), Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
+    given.meta = {"val": stream.meta["val"]}
+    made = copy.call_function(_aten.clone.default, (given,), {"memory_format": torch.contiguous_format})
+    made.meta = {"val": stream.meta["val"].contiguous()}
+    stream.meta = dict(made.meta)
+    copy.output((made,))
+    rows = Graph().placeholder("rows")
+    calls = _Calls(GraphModule(module, copy), (stream,), (rows,), Slicing(1, (None,), ()), {rows: stream})
+    return GraphModule(module, graph), calls
+
+
+def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Calls]) -> Iterator[CutRegion]:
+    """The regions of a region.  ``like``: an equal graph, of whose values the calls are."""
     source = {node.name: node for node in cut.source.graph.nodes}
-    theirs, mine = like.module.graph.nodes, region.module.graph.nodes
-    inputs = zip(like.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
+    theirs, mine = like.graph.nodes, region.module.graph.nodes
+    inputs = zip(like.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
     value: dict[Node, Node] = dict(inputs)
     for node, other in zip(theirs, mine, strict=True):
         if node not in value and other.name in source:

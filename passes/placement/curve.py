@@ -27,11 +27,12 @@ class Point:
     resident_step_s: float
 
 
-def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Iterator[Point]:
-    """The points of all plans tried, in no order; one at a time, so that a caller can show progress."""
+def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: int = 0) -> Iterator[Point]:
+    """The points of all plans tried, in no order; one at a time, so that a caller can show progress.  ``arena``: as for
+    place."""
     outside = problem.unpacked_bytes  # as for place
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    builder = Builder(planner)
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside, arena=arena)
+    builder = Builder(planner, arena=arena)
     resident = planner.resident.step_s
     natural = planner.candidate(0, None)
     assert natural is not None
@@ -47,7 +48,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
             yield Point(builder.slots(candidate, quick=True), candidate.step_s, resident)
         if both[-1].step_s <= resident * (1 + ROUNDING):
             break
-    yield Point(problem.total_bytes + problem.piece_bytes + outside, resident, resident)
+    yield Point(problem.total_bytes + problem.piece_bytes + outside + arena, resident, resident)
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:

@@ -62,7 +62,8 @@ def place(
     Raises ChunkflowError if the budget is below the least that the program needs, or if the timings are of another problem.
     """
     outside += problem.unpacked_bytes + goal.counted(problem.live_bytes)
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), goal, outside, joins)
+    simulator = Simulator(problem, hardware, chunk_bytes, timings)
+    planner = Planner(problem, simulator, goal, outside, joins, 0 if inside else arena)
     builder = Builder(planner, inside, arena)
     if goal.policy == "chunkflow":
         taken = None if like is None else _taken_over(planner, builder, like)

@@ -8,6 +8,7 @@ beside it.  Candidates are compared only by playing them on the timeline.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,12 +71,14 @@ class Planner:
         goal: Goal = DEFAULT_GOAL,
         outside: int = 0,
         joins: tuple[int, ...] = (),
+        arena: int = 0,
     ) -> None:
-        """``outside``: see place.  ``joins``: of the plan."""
+        """``outside``, ``arena``: see place.  ``joins``: of the plan."""
         self.problem = problem
         self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
         self.outside = outside
+        self.arena = arena
         self.goal = goal
         self.simulator = simulator
         self.count = len(problem.regions)
@@ -91,6 +94,7 @@ class Planner:
         self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
+        self._whole_sums = self._sums_of_whole_weights()
         self._known: dict[tuple[int, int | None, bool, bool], Candidate | None] = {}
         self._late: dict[int, list[int | None]] = {}
         self._strained: dict[tuple[tuple[int | None, ...], bool], float] = {}
@@ -98,7 +102,8 @@ class Planner:
 
     def floor(self, residents: int = 0) -> int:
         """The fewest weight bytes on the device with which the program can run, before slots are assigned."""
-        return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
+        streaming = self._resident_sums[residents] + self._least(residents)
+        return self.kept_bytes + max(streaming, self._whole_sums[residents] + self.arena)
 
     def candidate(
         self, residents: int, limit: int | None, hard: bool = False, slotted: bool = False
@@ -116,7 +121,10 @@ class Planner:
 
     def within(self, memory: int, residents: int, hard: bool = False, slotted: bool = False) -> Candidate | None:
         """The candidate with ``residents`` whose other chunks stream through the rest of ``memory``."""
-        limit = memory - self.kept_bytes - self._resident_sums[residents]
+        room = memory - self.kept_bytes
+        if room < self._whole_sums[residents] + self.arena:
+            return None
+        limit = room - self._resident_sums[residents]
         return self.candidate(residents, limit, hard, slotted) if limit >= 0 else None
 
     def play(
@@ -153,7 +161,9 @@ class Planner:
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
         live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
-        return self.kept_bytes + kept + live
+        in_arena = {c.weight for c, _ in streamed}
+        resident = sum(c.nbytes for c in self.chunks if c.weight not in in_arena)
+        return self.kept_bytes + max(kept + live, resident + self.arena)
 
     def fastest(self, memory: int) -> Candidate:
         """The fastest candidate within ``memory`` bytes; of equals the shortest under strain, then the smallest."""
@@ -273,6 +283,15 @@ class Planner:
             step = self._step(candidate.placed, candidate.hard, self.joins)
             self._strained[key] = self._slower.play(step, spans=False).step_s
         return self._strained[key]
+
+    def _sums_of_whole_weights(self) -> list[int]:
+        """For each number of residents, the bytes of the weights of which no chunk streams: the arena has no part of them."""
+        sizes, left, sums = Counter[str](), Counter(c.weight for c in self.chunks), [0]
+        for chunk in (self.chunks[i] for i in self.ranking):
+            sizes[chunk.weight] += chunk.nbytes
+            left[chunk.weight] -= 1
+            sums.append(sums[-1] + (0 if left[chunk.weight] else sizes[chunk.weight]))
+        return sums
 
     def _least(self, residents: int) -> int:
         """The most streamed bytes that one region reads."""

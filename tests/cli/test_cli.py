@@ -343,14 +343,33 @@ def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.Ca
     compared = run("simulate", "--weight-memory", "24KB", "--hoist")
     assert "hoisted, but for policy resident, layerwise" in compared.replace("\n", " ")
     for command, argument, said in (
-        ("plan", "--curve", "leave out --hoist"),
+        ("plan", "--curve", "--hoist auto decides for one budget"),
         ("plan", "--regional", "leave one out"),
         ("simulate", "--policy=resident", "--hoist with policy resident"),
     ):
-        assert main([command, model, argument, "--hoist", *sizes]) != 0
+        hoist = ("--hoist", "auto") if argument == "--curve" else ("--hoist",)
+        assert main([command, model, argument, *hoist, *sizes]) != 0
         assert said in capsys.readouterr().err.replace("\n", " ")
     assert main(["plan", MODEL, "--hoist", *SIZES]) != 0
     assert "no weight is read by products of small inputs alone" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_curve_of_a_hoisted_model_counts_rows_and_the_preamble(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of its points can be planned, and takes about as long; below the first there is no plan."""
+    model, file = f"{HERE / 'two_blocks.py'}:timed", tmp_path / "curve.json"
+    sizes = ("--hardware", str(HERE / "fast_compute.json"), "--min-bytes", "64", "--chunk-bytes", "1024")
+    assert main(["plan", model, "--curve", "--hoist", "--json", str(file), *sizes]) == 0
+    assert re.search(r"(?m)^hoisted: 6 weights, 17.6 KiB, by 1 small input alone", capsys.readouterr().out)
+    points = json.loads(file.read_text())["hoisted"]
+    for point in points[::3]:
+        within = ("--weight-memory", f"{point['memory']}B")
+        assert main(["plan", model, "--hoist", *within, "--json", str(file), *sizes]) == 0
+        predicted = Plan.from_json(file.read_text()).predicted
+        assert predicted is not None and predicted.step_s <= 1.05 * point["step_s"]
+    assert main(["plan", model, "--hoist", "--weight-memory", f"{points[0]['memory'] - 1}B", *sizes]) == 2
+    assert "is too little" in capsys.readouterr().err
 
 
 def test_both_halves_of_a_hoisted_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

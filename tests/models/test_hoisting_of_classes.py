@@ -16,13 +16,19 @@ from torch import nn
 
 from chunkflow_compile import compile, enable_adapters, replan
 from chunkflow_compile.catalog.families import FAMILIES
-from chunkflow_compile.catalog.sizes import Size
+from chunkflow_compile.catalog.sizes import Config, Shape, Size, build_model
 from chunkflow_compile.catalog.small import small_model
 from chunkflow_compile.placed.placement import Placement, placement_of
 
 STEPS = 3
 SIZE = Size(layers=2, height=4, width=4)
-HOISTED = {"hunyuanvideo-1.5": "norm1.linear", "minimax-h3": "adaln_proj.linear", "qwen-image": "img_mod.1"}
+LONG = ("hunyuanvideo-1.5", "prx")
+# The hoisted weight of a block.
+HOISTED = {
+    "hunyuanvideo-1.5": "transformer_blocks.1.norm1.linear",
+    "minimax-h3": "transformer_blocks.1.adaln_proj.linear",
+    "prx": "blocks.1.modulation.lin",
+}
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -34,9 +40,34 @@ def _hunyuan15() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def _prx() -> nn.Module:
+    return build_model(
+        "PRXTransformer2DModel",
+        in_channels=4,
+        context_in_dim=32,
+        hidden_size=32,
+        mlp_ratio=2.0,
+        num_heads=2,
+        depth=SIZE.layers,
+        axes_dim=[8, 8],
+    )
+
+
+def _prx_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    """With more text than image: a block would take a shorter text for a small input."""
+    return {
+        "hidden_states": torch.randn(shape.batch, 4, 2 * shape.height, 2 * shape.width, generator=generator),
+        "encoder_hidden_states": torch.randn(shape.batch, 40, config["context_in_dim"], generator=generator),
+        "timestep": torch.full((shape.batch,), 0.5),
+        "return_dict": False,
+    }
+
+
+INPUTS = {"prx": _prx_inputs, **{name: family.inputs for name, family in FAMILIES.items()}}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "hunyuanvideo-1.5": _hunyuan15,
     "minimax-h3": lambda: DENOISERS["minimax-h3"].components()["transformer"],  # type: ignore[no-any-return]
+    "prx": _prx,
     "qwen-image": lambda: small_model("qwen-image", SIZE),
 }
 
@@ -63,7 +94,7 @@ class Arms:
             change(model)
 
     def _inputs(self, step: int, seed: int, size: Size) -> dict[str, Any]:
-        found = FAMILIES[self.name].inputs(self.model.config, size, torch.Generator().manual_seed(seed))
+        found = INPUTS[self.name](self.model.config, size, torch.Generator().manual_seed(seed))
         found["timestep"] = found["timestep"] * (1 - step / 10)
         if self.name == "hunyuanvideo-1.5":
             of_zeros = ("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds")
@@ -108,7 +139,7 @@ def _counts(model: Any) -> tuple[int, int, int]:
     return counts.row_hits, counts.row_misses, counts.moved_bytes
 
 
-@pytest.mark.parametrize("name", ["minimax-h3", pytest.param("hunyuanvideo-1.5", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["minimax-h3", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
 def test_what_changes_between_calls(name: str) -> None:
     """A prompt, a weight, the plan, the size of the output, and the number of samples, two of which guidance makes."""
     arms = Arms(name)
@@ -116,7 +147,7 @@ def test_what_changes_between_calls(name: str) -> None:
     hoisted = arms.hoisted
     found = [arms.generation(1), arms.generation(2, replace(SIZE, height=8))]
     assert found == [(0, [hoisted] * STEPS)] * 2 and hoisted > 0
-    arms.both(lambda model: model.get_parameter(f"transformer_blocks.1.{HOISTED[name]}.weight").mul_(1.5))
+    arms.both(lambda model: model.get_parameter(f"{HOISTED[name]}.weight").mul_(1.5))
     assert arms.generation(3)[0] == 1
     assert arms.generation(4) == (0, [hoisted] * STEPS)
     arms.both(lambda model: replan(model, slowdown=1000.0))
@@ -146,7 +177,7 @@ def test_compiled_kernels_compute_what_they_do_without_hoisting() -> None:
 def test_adapters_in_the_slots_of_hoisted_layers() -> None:
     """Loading one writes slots, which drops the rows; its scale is applied in main."""
     pytest.importorskip("peft")
-    layers = [HOISTED["minimax-h3"]]
+    layers = ["adaln_proj.linear"]
     arms = Arms("minimax-h3", prepare=lambda model: enable_adapters(model, rank=16, targets=layers))
     library = Library(MODELS["minimax-h3"]())
     arms.generation(0)

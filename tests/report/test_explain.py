@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EAGER
-from helpers import Block, InTurn, check_steps, twins
+from conftest import EAGER, FAST
+from helpers import Block, InTurn, check_steps, memory_named, twins
 from torch import nn
 
 import chunkflow_compile
@@ -252,26 +252,79 @@ def test_a_table_of_a_pipeline_says_where_the_profile_does_not_fit() -> None:
         assert ("activations" in PipelineFigures(phases, 100)._details()) == counted
 
 
+SYMBOLIC = (
+    "blocks are not split: The sizes of the graph are symbolic: it can be computed in slices only at fixed sizes."
+)
+
+
 @pytest.mark.parametrize(
-    "tokens, said",
+    "tokens, options, said",
     [
-        (64, "blocks run in 2 slices of the tokens"),
-        (63, "blocks are not split: 63 tokens cannot be divided into 2 slices of one size."),
+        (64, {"split": 2}, "blocks run in 2 slices of the tokens"),
+        (63, {"split": 2}, "blocks are not split: 63 tokens cannot be divided into 2 slices of one size."),
+        (48, {"split": 2, "dynamic": True}, SYMBOLIC),
+        (48, {"memory": "100KiB", "hardware": FAST, "dynamic": True}, SYMBOLIC),  # too slow
     ],
 )
-def test_slices_of_blocks_and_why_others_are_whole(tokens: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = InTurn(Block(64) for _ in range(2)).eval()
+def test_slices_of_blocks_and_why_others_are_whole(
+    tokens: int, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Parts().eval()
     chunkflow_compile.offload(model, min_bytes=64)
-    model.compile(backend="chunkflow", fullgraph=True, options={"split": 2, "lowering": "eager", "min_bytes": 64})
+    dynamic = options.pop("dynamic", False)
+    chosen = {**options, "lowering": "eager", "min_bytes": 64}
+    model.compile(backend="chunkflow", fullgraph=True, dynamic=dynamic, options=chosen)
     with torch.no_grad():
         for _ in range(2):
-            model(torch.randn(1, tokens, 64))
+            model(torch.randn(1, tokens, 32))
     found = explain(model)
+    assert not [note for note in found.notes if "the model is not split" in note], "the head is outside of the blocks"
     (live,) = {program.program.problem.live_bytes for program in programs(model)}
     assert said in found.notes and f"activations: {size(live)} predicted" in found.notes
     peak = found.device_bytes + (3 << 20)  # as a GPU's allocator counts it
     monkeypatch.setattr(sys.modules["chunkflow_compile.pipeline.explain"], "_peak", lambda _: peak)
     assert f"activations: {size(live)} predicted, 3.0 MiB measured" in explain(model).notes
+
+
+class Pooled(nn.Module):
+    """A block that needs all tokens at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale(x.mean(1, keepdim=True))
+
+
+class WithPooled(InTurn):
+    def __init__(self) -> None:
+        super().__init__(Block(32) for _ in range(2))
+        self.pooled = nn.ModuleList(Pooled() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.pooled):
+            x = block(x)
+        return x
+
+
+def test_blocks_that_a_budget_cannot_split_say_why() -> None:
+    model = WithPooled().eval()
+    x = torch.randn(1, 1024, 32)
+    chunkflow_compile.offload(model, min_bytes=64)
+
+    def run(memory: int) -> None:
+        torch._dynamo.reset()
+        options = {"memory": memory, "lowering": "eager", "min_bytes": 64}
+        model.compile(backend="chunkflow", fullgraph=True, options=options)
+        model(x)
+
+    with pytest.raises(Exception, match="too little") as told:
+        run(100 << 10)
+    run(memory_named(told.value))
+    notes = explain(model).notes
+    assert any(re.match(r"blocks run in \d+ slices of the tokens", note) for note in notes)
+    assert any(note.startswith("pooled are not split: The graph cannot be computed in slices: ") for note in notes)
 
 
 def test_a_vae_that_determines_the_peak_can_decode_in_tiles() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from clocks import OwnClock
 from conftest import OPTIONS, WITHIN
-from helpers import Coalesced, Stack, check_steps, twins
+from helpers import Coalesced, Stack, allocated_peak, check_steps, twins
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -104,12 +104,7 @@ def test_a_region_frees_its_input_after_the_last_use_inside(lowering: str, no_gr
         run(x)
     plan = programs(model)[0].plan
     assert len(plan.regions) == 4 and plan.moved_bytes, "a region is a block"
-    most = now = 0
-    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    assert most == 3 * x.nbytes, "with the input of the block it would be four"
+    assert allocated_peak(profiled) == 3 * x.nbytes, "with the input of the block it would be four"
 
 
 def test_what_inductor_returns_of_a_slot_is_copied_out_of_it(no_grad: None) -> None:

@@ -152,6 +152,26 @@ def on_cuda(inputs: dict[str, Any]) -> dict[str, Any]:
     return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
+def test_slices_are_recorded_in_their_order() -> None:
+    """Blocks in slices of their tokens, which are written to memory that a graph allocates, or over an input."""
+    size = Size(layers=1, singles=1, heads=4, head_dim=32, frames=1, height=16, width=16, text=64)
+    model, run, right = streamed(
+        lambda: small_model("flux", size), policy="chunkflow", weight_memory=MIB, split=2, cudagraphs=True
+    )
+    control.settings(lag=400)
+    for step in range(PASSES + 4):
+        inputs = on_cuda(small_inputs("flux", size, step))
+        if step == PASSES + 2:
+            for each in (model, right):
+                each.transformer_blocks[0].ff.net[2].weight.mul_(1.5)
+        assert torch.equal(run(**inputs)[0], right(**inputs)[0]), step
+    log, (program,) = log_of(model), programs(model)
+    slicings = [region.slicing for region in program.program.regions.values() if region.slicing is not None]
+    assert {over is None for slicing in slicings for _, over in slicing.writes} == {True, False}
+    assert max(slicing.repeat for slicing in slicings) == 2
+    assert not log.why_not and log.launches == 4 and program.plan.moved_bytes > 0
+
+
 # Calls that ask the calling thread for its state, and enqueue nothing.
 READS = ("cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaStreamIsCapturing", "cudaPeekAtLastError")
 

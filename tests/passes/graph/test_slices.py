@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -23,11 +23,14 @@ from chunkflow_compile.catalog.small import SMALL_MODELS
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.passes.cost.count import region_cost
 from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.graph import slice_rules
 from chunkflow_compile.passes.graph.coarsen import grouped
 from chunkflow_compile.passes.graph.discover import discover
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import Cut, cut
+from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.slice_check import check_phases
+from chunkflow_compile.passes.graph.slice_rules import Operand, Part, Rule, Sliced
 from chunkflow_compile.passes.graph.slices import Phase, Slice, Whole, phases
 
 # Slices of 16 rows and more: kernels of the CPU add up products of fewer rows in another order.
@@ -55,8 +58,10 @@ def blocks_of(family: str, dtype: torch.dtype, degree: int = 1, **sizes: Any) ->
     """The graph of a small model, with one region per block, or several with collectives between them."""
     size = Size(**{"batch": 1, **SIZES, **sizes})
     config = CONFIGS[family] if family in CONFIGS else SMALL_MODELS[family](size)
-    traced = trace_without_weights(
-        lambda: FAMILIES[family].model_and_inputs(config, size, dtype), degree, min_bytes=64, dtype=dtype
+    traced = in_real_arithmetic(
+        trace_without_weights(
+            lambda: FAMILIES[family].model_and_inputs(config, size, dtype), degree, min_bytes=64, dtype=dtype
+        )
     )
     found = discover(traced)
     return cut(traced, found, groups=grouped(cut(traced, found), None))
@@ -344,3 +349,38 @@ def test_wrong_phases_are_rejected() -> None:
             check_phases(graph, mutant)
     with pytest.raises(FindingError, match="does not own"):
         check_phases(graph, found, owned=())
+
+
+def _one_chunk(rule: Rule, node: Node, part: Part, item: int | None) -> Any:
+    """Attention to the keys and values of the same tokens as the queries."""
+    given = rule(node, part, item)
+    assert isinstance(given, Sliced)
+    return replace(given, args=tuple(replace(x, part=part) if isinstance(x, Operand) else x for x in given.args))
+
+
+def _from_the_start(rule: Rule, node: Node, part: Part, item: int | None) -> Any:
+    """The first tokens of what is cut off, whichever are left."""
+    given = rule(node, part, item)
+    if not isinstance(given, Operand) or given.part is None:
+        return given
+    return replace(given, part=replace(given.part, start=part.start))
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        pytest.param(["slice"], _from_the_start, id="a slice at the wrong offset"),
+        pytest.param([n for n in slice_rules._RULES if "attention" in n], _one_chunk, id="K and V of one chunk only"),
+    ],
+)
+def test_wrong_rules_give_other_bits(names: list[str], wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof follows the rules, so it finds no fault in them: the comparison with whole graphs does."""
+    graph = graph_of(lambda x: (_joined([x]),), (1, TOKENS, WIDTH))
+    assert_equal_in_slices(graph, 4)
+    for name in names:
+        monkeypatch.setitem(slice_rules._RULES, name, partial(wrong, slice_rules._RULES[name]))
+    inputs = random_inputs(graph)
+    found = phases(graph, 4, ())
+    check_phases(graph, found)
+    (wanted,), (got,) = graph(*inputs), run(graph, found, inputs)
+    assert not torch.allclose(got, wanted, atol=1e-3)

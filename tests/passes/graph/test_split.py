@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from chunkflow_compile.passes.program.contracts import check_cut
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import verify
 
-WIDTH, TOKENS = 32, 64
+WIDTH, TOKENS, TEXT = 32, 64, 16
 X = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
@@ -49,10 +50,35 @@ class AttentionBlock(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
+class Transposed(nn.Module):
+    """Returns a stream with the tokens in its last stride, as a patch embedding does that is a convolution."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class JointBlock(AttentionBlock):
+    """Joins two streams, as HunyuanVideo's single blocks do, and returns them as views of one value."""
+
+    def forward(self, streams: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return super().forward(torch.cat([*streams], 1)).split_with_sizes([TOKENS, TEXT], 1)
+
+
+class Joint(nn.Module):
+    """Two streams of a stream, of which the second is short; or the first of two."""
+
+    def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return (x * x.sin(), x[:, :TEXT] * 3) if isinstance(x, torch.Tensor) else x[0] * 2
+
+
 def blocks(count: int = 2, x: torch.Tensor = X) -> tuple[nn.Module, Cut]:
-    """A model, and its cut with one region for each block."""
+    """A model of equal blocks, and its cut with one region for each block."""
     torch.manual_seed(0)
-    model = InTurn(AttentionBlock() for _ in range(count)).eval()
+    return in_turn([AttentionBlock() for _ in range(count)], x)
+
+
+def in_turn(modules: Sequence[nn.Module], x: torch.Tensor = X) -> tuple[nn.Module, Cut]:
+    model = InTurn(modules).eval()
     finest = cut_of(model, x)
     return model, cut(finest.traced, finest.discovery, groups=grouped(finest, None))
 
@@ -67,8 +93,9 @@ def run(found: Cut, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     results: list[torch.Tensor] = []
     for region in found.regions:
         inputs, slicing = [values[node] for node in region.inputs], region.slicing
-        if slicing is None:
-            results = list(region.module(*inputs))
+        if slicing is None or not slicing.writes:
+            parts = [None] * len(inputs) if slicing is None else slicing.inputs
+            results = list(region.module(*(taken(v, part, 0) for v, part in zip(inputs, parts, strict=True))))
         else:
             results = [
                 inputs[over] if over is not None else torch.full(tuple(node.meta["val"].shape), math.nan)
@@ -78,10 +105,13 @@ def run(found: Cut, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
                 (result, part) for result, (part, over) in zip(results, slicing.writes, strict=True) if over is None
             ]
             for i in range(slicing.repeat):
-                taken = [*zip(inputs, slicing.inputs, strict=True), *fresh]
-                region.module(*(v if s is None else v.narrow(s.dim, s.offset + i * s.size, s.size) for v, s in taken))
+                region.module(*(taken(v, part, i) for v, part in [*zip(inputs, slicing.inputs, strict=True), *fresh]))
         values.update(zip(region.outputs, results, strict=True))
     return results[0]
+
+
+def taken(value: torch.Tensor, part: Slice | None, call: int) -> torch.Tensor:
+    return value if part is None else value.narrow(part.dim, part.offset + call * part.size, part.size)
 
 
 class TestListing(TestCase):
@@ -128,6 +158,24 @@ def test_only_what_nothing_else_reads_is_overwritten() -> None:
     over = [[place for _, place in body.slicing.writes] for body in bodies if body.slicing is not None]
     assert over[0] == [None] and over[1] != [None]
     assert bodies[0].info.key != bodies[1].info.key
+
+
+def test_a_transposed_stream_is_copied_first() -> None:
+    """No result of a joint block is transposed, so none could overwrite the stream itself.  Results in slices do not share
+    memory, although they are views of one value."""
+    model, found = in_turn([Transposed(), Joint(), JointBlock(), JointBlock(), Joint()])
+    again = split_into(found, 4)
+    check_cut(again)
+    verify(program_of(again))
+    regions = [r for r in again.regions if r.info.block == "blocks.2"]
+    copy, body = regions[0], regions[-1]
+    assert [n.meta["val"].is_contiguous() for n in (*copy.inputs, *copy.outputs)] == [False, True]
+    assert body.slicing is not None
+    assert [body.inputs[over] for _, over in body.slicing.writes if over is not None] == [*copy.outputs]
+    most = [max(r.info.live for r in again.regions if r.info.block == block) for block in ("blocks.2", "blocks.3")]
+    state = X.numel() * X.element_size()
+    assert most[0] <= 6.6 * state and most[1] <= 6.1 * state  # at least one more each if it were new memory
+    torch.testing.assert_close(run(again, model, X.clone()), model(X), rtol=0, atol=0)
 
 
 def test_slices_need_fewer_bytes() -> None:
@@ -206,15 +254,52 @@ def slice_as(program: Program, call: Node, slicing: Slicing) -> None:
     object.__setattr__(program, "regions", regions)
 
 
-def test_a_stream_that_is_read_whole_and_overwritten_is_rejected() -> None:
-    def change(program: Program) -> None:
-        call = body(program)
-        slicing: Slicing = call.meta[SLICING]
-        ((_, over),) = slicing.writes
-        inputs = tuple(None if i == over else part for i, part in enumerate(slicing.inputs))
-        slice_as(program, call, replace(slicing, inputs=inputs))
+def resliced(number: int, **changes: Any) -> Callable[[Program], None]:
+    """A change of how call ``number`` is sliced, in program order: K and V of the first block, its body, and so on."""
 
-    assert "a later call reads what an earlier one wrote" in wrong(change)
+    def change(program: Program) -> None:
+        call = [n for n in program.module.graph.nodes if SLICING in n.meta][number]
+        slice_as(program, call, replace(call.meta[SLICING], **changes))
+
+    return change
+
+
+def read_whole(program: Program) -> None:
+    """The body of the second block reads all of the stream that it overwrites."""
+    call = body(program)
+    slicing: Slicing = call.meta[SLICING]
+    ((_, over),) = slicing.writes
+    inputs = tuple(None if i == over else part for i, part in enumerate(slicing.inputs))
+    slice_as(program, call, replace(slicing, inputs=inputs))
+
+
+def moved(program: Program) -> None:
+    """K and V of the first block are computed from other tokens."""
+    call = next(n for n in program.module.graph.nodes if SLICING in n.meta)
+    inputs = tuple(part and Slice(1, 8, TOKENS // 4) for part in call.meta[SLICING].inputs)
+    slice_as(program, call, replace(call.meta[SLICING], inputs=inputs))
+
+
+HALF = TOKENS // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            read_whole, "a later call reads what an earlier one wrote", id="a stream read whole and overwritten"
+        ),
+        pytest.param(resliced(1, writes=((Slice(1, 0, HALF + 8), None),)), "beyond its end", id="overlapping chunks"),
+        pytest.param(moved, "holds other code than its region", id="a slice at the wrong offset"),
+        pytest.param(resliced(0, repeat=1), "write only 0 to 32 of it", id="K and V of one chunk only"),
+        pytest.param(resliced(1, writes=((Slice(1, 8, HALF), None),)), "beyond its end", id="beyond the end"),
+        pytest.param(
+            resliced(1, writes=((Slice(1, 0, HALF // 2), None),)), "its calls write only 0 to 32 of it", id="a gap"
+        ),
+    ],
+)
+def test_wrong_slices_are_rejected(change: Callable[[Program], None], said: str) -> None:
+    assert said in wrong(change)
 
 
 def test_a_stream_that_another_input_is_a_view_of_is_rejected() -> None:
@@ -236,32 +321,6 @@ def test_a_stream_that_is_read_later_is_rejected() -> None:
         output.args = ((call.args[over],),)
 
     assert "after region_3 has overwritten it" in wrong(change)
-
-
-@pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        (Slice(1, 0, TOKENS // 2 + 8), "beyond its end"),
-        (Slice(1, 0, TOKENS // 4), "its calls write only 0 to 32 of it"),
-        (Slice(1, 8, TOKENS // 2), "beyond its end"),
-    ],
-)
-def test_slices_that_are_not_all_of_a_value_are_rejected(part: Slice, said: str) -> None:
-    """Of the first block, which writes memory of its own."""
-
-    def change(program: Program) -> None:
-        call = body(program, 0)
-        slice_as(program, call, replace(call.meta[SLICING], writes=((part, None),)))
-
-    assert said in wrong(change)
-
-
-def test_another_number_of_calls_is_rejected() -> None:
-    def change(program: Program) -> None:
-        call = body(program, 0)
-        slice_as(program, call, replace(call.meta[SLICING], repeat=1))
-
-    assert "write only" in wrong(change)
 
 
 def test_a_call_that_is_sliced_as_its_region_is_not_is_rejected() -> None:

@@ -164,6 +164,20 @@ def test_slots_of_weights_that_come_and_go_in_order_cost_at_most_one_percent(roo
     assert plan.predicted.step_s <= 1.01 * without.step_s
 
 
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_weights_lie_beside_an_arena_that_is_larger_than_they_need(share: float) -> None:
+    """As where a preamble runs in it: what the arena has too much does not cost the others their place."""
+    found = blocks_problem(10, 8.0)
+    small = planned(found, memory=int(share * found.total_bytes))
+    arena = small.arena_bytes + found.total_bytes // 4
+    memory = small.device_bytes - small.arena_bytes + arena
+    plan = planned(found, memory=memory, arena=arena)
+    assert plan.arena_bytes >= arena and plan.device_bytes <= memory
+    assert plan.predicted is not None and small.predicted is not None
+    assert plan.predicted.step_s <= 1.01 * small.predicted.step_s
+    assert planned(found, memory=memory).predicted.step_s <= plan.predicted.step_s  # type: ignore[union-attr]
+
+
 def test_the_memory_curve_never_rises_in_steps_of_a_chunk() -> None:
     found = blocks_problem(6, 18.0)
     points = on_grid(plans_along(found, MACHINE, CHUNK), CHUNK)

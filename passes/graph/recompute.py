@@ -1,0 +1,101 @@
+"""Recompute: which values are computed again in each region that reads them, because that is cheaper than to hand them over.
+
+A value that is handed over is written once, read by each region, and alive in between.  Wan2.2 with a timestep per token adds
+a table to 6 vectors per token, in float32: 1.9 GiB for 121 frames, computed from half as many bytes, which all blocks read
+anyway.
+
+Contract
+    On entry: the segment of each node.  Nothing is changed.
+    On exit: values, and the nodes between them and what they are computed from.  Those sources take fewer bytes than the
+    value, and a streamed weight is none of them.  Each op is element by element in float32 or float64, so that nothing is
+    rounded where the value was handed over; the last one is no product, which a GPU would fuse with an addition.  Only
+    pointwise ops read the value, so that their kernels compute it and it is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from .discover import is_view, nbytes, viewed
+from .slice_rules import is_pointwise
+
+# Smaller values take less time to move than a kernel takes to start.
+LEAST_BYTES = 1 << 20
+_PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # the sign of one does not keep it from being fused
+# Ops whose result does not depend on the code around them.
+_OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
+
+_FULL = (torch.float32, torch.float64)
+# Ops whose results are always stored, in their dtype.
+_STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"))
+
+
+def to_recompute(
+    graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
+) -> dict[Node, None]:
+    """``of``: the segment of each node that one computes.  ``lazy``: nodes that each segment repeats.  ``streamed``: weights
+    and views of them.  ``sizes``: of the symbols."""
+    found = dict[Node, None]()
+
+    def is_inside(node: Node) -> bool:
+        """Whether only segments read a node."""
+        return all(user in of or user in lazy or user in found for user in node.users)
+
+    for value in graph.nodes:
+        if value not in of or not _is_exact(value) or value.target._schema.name in _PRODUCTS:
+            continue
+        views = [*_views(value, of, lazy)]
+        readers = {user for node in (value, *views) for user in node.users}.difference(views)
+        if nbytes(value, sizes) < LEAST_BYTES or not all(user in of and _is_pointwise(user) for user in readers):
+            continue
+        if all(of[user] == of[value] for user in readers):
+            continue
+        between, sources, todo = dict[Node, None](), dict[Node, None](), [value]
+        while todo:
+            between[node := todo.pop()] = None
+            for operand in node.all_input_nodes:
+                here = of.get(operand) == of[value] and is_inside(operand)
+                if operand in found or (here and (_is_exact(operand) or is_view(operand))):
+                    todo.append(operand)
+                else:
+                    sources[viewed(operand)] = None
+        rounded = any(of.get(source) == of[value] and _is_rounded(source) for source in sources)
+        read = sum(nbytes(source, sizes) for source in sources)
+        if not rounded and read < nbytes(value, sizes) and sources.keys().isdisjoint(streamed):
+            found |= between | dict.fromkeys(views)
+    return found
+
+
+def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Iterator[Node]:
+    """The views of a value in its segment, or repeated by each."""
+    todo = [value]
+    while todo:
+        for user in todo.pop().users:
+            if is_view(user) and (user in lazy or of.get(user) == of[value]):
+                todo.append(user)
+                yield user
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether a node computes a tensor of full precision element by element, the same wherever it is fused."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype not in _FULL:
+        return False
+    given = (operand.meta["val"] for operand in node.all_input_nodes)
+    here = all(isinstance(each, torch.Tensor) and each.device == value.device for each in given)
+    return here and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _OPS
+
+
+def _is_rounded(node: Node) -> bool:
+    """Whether handing a value over would round it, which a fused kernel does not do."""
+    value = node.meta["val"]
+    full = isinstance(value, torch.Tensor) and value.dtype in _FULL
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return (_is_pointwise(node) and not _is_exact(node)) or (not full and name not in _STORED)
+
+
+def _is_pointwise(node: Node) -> bool:
+    return is_pointwise(node) or node.target is torch.ops.aten._to_copy.default

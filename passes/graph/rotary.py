@@ -1,0 +1,125 @@
+"""Rotary: complex products of rotary embeddings in real arithmetic.
+
+Qwen-Image, Z-Image, Lumina and others rotate queries and keys by a product of complex numbers.  Inductor generates no code
+for those: it calls torch's kernels, each of which writes its result to memory, in float32 or larger.  The same product of
+real numbers is fused with what comes before and after it.
+
+Contract
+    On entry: a Traced, which is not changed.
+    On exit: a Traced of the same inputs and results.  If Inductor compiles it, products of a complex view of real numbers, of
+    which only the real view is read, are in real arithmetic where that gives the same result, bit for bit.
+
+The order of operations is that of torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  Which multiplications are
+fused with the addition that follows decides the last bit.  On a CPU none is, neither by Inductor nor by torch in whole
+vectors.  torch fuses some in the rest of a row, so rows that do not fill vectors stay complex.  Where several threads divide
+a row elsewhere, torch's own result depends on their number; real arithmetic gives that of one thread.  On a GPU, torch's
+kernel and Inductor's fuse ``ac`` and ``ad`` (their machine code was compared for an H100, with torch 2.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+
+from .traced import Traced
+
+_aten = torch.ops.aten
+# Complex numbers in a row that fill the vectors of torch's code for CPUs, whatever their width.
+_FULL = 8
+
+
+def in_real_arithmetic(traced: Traced) -> Traced:
+    """The same graph with the complex products of rotary embeddings in real arithmetic."""
+    if not traced.fused or not any(map(_is_rotation, traced.graph.graph.nodes)):
+        return traced
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in traced.graph.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in list(graph.nodes):
+        if _is_rotation(node):
+            _replace(graph, node)
+    return replace(traced, graph=GraphModule(traced.graph, graph))
+
+
+def _is_rotation(node: Node) -> bool:
+    """Whether a node is a complex product that real arithmetic can replace."""
+    if node.target is not _aten.mul.Tensor or not all(map(_is_complex, (node, *node.args))):
+        return False
+    if not node.users or any(user.target is not _aten.view_as_real.default for user in node.users):
+        return False
+    value, operands = node.meta["val"], [operand.meta["val"] for operand in node.all_input_nodes]
+    length = value.shape[-1]
+    dense = all(each.stride(-1) in (0, 1) for each in operands)
+    filled = value.device.type != "cpu" or (dense and isinstance(length, int) and length % _FULL == 0)
+    return filled and all(each.dtype == value.dtype for each in operands) and _rotated(node) is not None
+
+
+def _is_complex(operand: Any) -> bool:
+    """Whether an operand is a complex tensor whose memory holds its values."""
+    value = operand.meta.get("val") if isinstance(operand, Node) else None
+    return isinstance(value, FakeTensor) and value.is_complex() and value.dim() > 0 and not value.is_conj()
+
+
+def _rotated(product: Node) -> Node | None:
+    """The real tensor that is rotated; None if it has not the shape and the layout of the result."""
+    (result, *_) = (user.meta["val"] for user in product.users)
+    for operand in product.all_input_nodes:
+        if operand.target is _aten.view_as_complex.default:
+            (pairs,) = operand.all_input_nodes
+            with result.fake_mode:
+                copied = torch.empty_like(pairs.meta["val"])
+            if str((copied.shape, copied.stride())) == str((result.shape, result.stride())):  # no guards on symbols
+                return pairs
+    return None
+
+
+def _replace(graph: Graph, product: Node) -> None:
+    rotated = _rotated(product)
+    with graph.inserting_before(product):
+        call = _caller(graph, product)
+        first, second = (_pairs(call, operand) for operand in product.args)
+        a, b = (call(_aten.select.int, first, -1, i) for i in range(2))
+        c, d = (call(_aten.select.int, second, -1, i) for i in range(2))
+        ac, bd, ad, bc = (call(_aten.mul.Tensor, *each) for each in ((a, c), (b, d), (a, d), (b, c)))
+        real, imaginary = call(_aten.sub.Tensor, ac, bd), call(_aten.add.Tensor, ad, bc)
+        # Inductor makes one kernel of it, without memory in between; on a CPU it does not of a concatenation
+        pairs = call(_aten.clone.default, rotated)
+        for i, part in enumerate((real, imaginary)):
+            pairs = call(_aten.select_scatter.default, pairs, part, -1, i)
+    for read in list(product.users):
+        read.replace_all_uses_with(pairs)
+        graph.erase_node(read)
+    operands = product.all_input_nodes
+    graph.erase_node(product)
+    for operand in operands:
+        if operand.target is _aten.view_as_complex.default and not operand.users:
+            graph.erase_node(operand)
+
+
+def _pairs(call: Callable[..., Node], operand: Any) -> Node:
+    """A complex tensor as pairs of real numbers."""
+    if operand.target is _aten.view_as_complex.default:
+        return operand.all_input_nodes[0]  # type: ignore[no-any-return]
+    return call(_aten.view_as_real.default, operand)
+
+
+def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
+    """A function that adds a call of an op, in the block of ``product``."""
+    mode = product.meta["val"].fake_mode
+    place: dict[str, Any] = {
+        key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta
+    }
+
+    def call(op: Any, *args: Any) -> Node:
+        node = graph.call_function(op, args)
+        with mode:
+            value = op(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+        node.meta.update(place, val=value)
+        return node
+
+    return call
