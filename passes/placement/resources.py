@@ -124,3 +124,7 @@ class Drive:
         self.ready += 1
         self.left = IDLE
         return self.ops.popleft()[0]
+
+    def leave(self) -> None:
+        """The copy of a read has ended."""
+        self.ready -= 1

@@ -378,7 +378,7 @@ class Playback:
         self.arrival[transfer.op.weight] = self.now
         self._record(moves, transfer.name, self.lanes[moves].start)
         if transfer.op.ring is not None:
-            self.drive.ready -= 1
+            self.drive.leave()
         if self.drive.ops:
             self.drive.begin(self.now, self.lanes["copy"].ended)
         if self._wants_engine and not self.moving:
