@@ -67,7 +67,7 @@ class Tenant(Owner, Protocol):
     def program(self) -> Program: ...
 
     @property
-    def budget(self) -> tuple[int, int | None]: ...
+    def budget(self) -> tuple[int, int | None] | None: ...
 
     @property
     def reads(self) -> tuple[int, ...]: ...
@@ -223,14 +223,18 @@ class Arena:
     def _evict_for(self, nbytes: int, residents: int) -> None:
         """Evict all if ``nbytes`` of memory and ``residents`` more bytes outside it would exceed the budgets of the models.
 
-        What a program leaves may be more than the next one's plan has room for.
+        What a program leaves may be more than the next one's plan has room for.  Of the programs of a model, that with the
+        most activations decides, but one without a budget needs no limit.
         """
-        budgets: dict[int, int | None] = {}
+        budgets: dict[int, float] = {}
         for program in self.programs:
+            if program.budget is None:
+                continue
             model, budget = program.budget
-            largest = budgets.get(model, 0)
-            budgets[model] = None if budget is None or largest is None else max(budget, largest)
-        most = sum(math.inf if budget is None else budget for budget in budgets.values())
+            most_bytes = math.inf if budget is None else budget
+            unlimited = math.inf in (most_bytes, budgets.get(model))
+            budgets[model] = math.inf if unlimited else min(most_bytes, budgets.get(model, most_bytes))
+        most = sum(budgets.values())
         if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
             most = min(most, shared)
         if self.held + max(0, nbytes - self.nbytes) + residents > most:

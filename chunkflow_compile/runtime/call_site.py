@@ -98,14 +98,15 @@ class CallSite:
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property
-    def budget(self) -> tuple[int, int | None]:
+    def budget(self) -> tuple[int, int | None] | None:
         """The model, and most bytes of its offloaded weights on the device, by the newest goal; None without a limit.
 
-        A program without such weights is not known to be one of a model's, and needs no budget.
+        None instead of both if the other programs of the model decide.  A program without offloaded weights is not known to
+        be one of a model's, and needs no budget.
         """
-        if not self.buffers:
-            return self.model, 0
         settings = self.current.code.settings
+        if not self.buffers or settings.preamble:
+            return None
         if settings.goal.memory is None:
             return self.model, None
         live = settings.goal.counted(self.program.problem.live_bytes)

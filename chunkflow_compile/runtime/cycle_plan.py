@@ -60,7 +60,8 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
         return False
     if wanted is None or planned is None:
         return wanted is planned
-    return cycle.plan.device_bytes + cycle.settings.outside <= wanted <= planned
+    live = settings.goal.counted(cycle.cycle.problem.live_bytes)
+    return cycle.plan.device_bytes + cycle.settings.outside + live <= wanted <= planned
 
 
 def _unbudgeted(settings: Settings) -> Settings:

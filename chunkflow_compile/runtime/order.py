@@ -115,7 +115,7 @@ class Order:
         try:
             return cycle, cycle.begin(call, number)
         except ChunkflowError as error:  # the program by itself still runs
-            _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), error)
+            _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
             self._refused.append(cycle.keys)
             self.forget(cycle)
             return None
@@ -214,7 +214,7 @@ class Order:
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),
-                error,
+                str(error),  # a record that is kept would keep the arena, by the traceback
             )
             return None
         self._add(cycle)
