@@ -181,11 +181,11 @@ class CallSite:
             names.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
         return names
 
-    def in_cycle(self, names: Mapping[str, str]) -> Call:
-        """It as a call of a cycle.  ``names``: of its weights there."""
+    def in_cycle(self, names: Mapping[str, str], live: int = 0) -> Call:
+        """It as a call of a cycle.  ``names``: of its weights there.  ``live``: as in :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
-        return Call(self.code.cut, names, keep, in_files)
+        return Call(self.code.cut, names, keep, in_files, live)
 
     def let_go(self) -> None:
         """Hold no weights any more: the program has ended."""

@@ -219,6 +219,23 @@ def test_blocks_that_are_compiled_by_themselves(options: dict[str, Any]) -> None
     assert {1} < repeats(model)
 
 
+def test_blocks_of_a_larger_size_leave_less_for_weights() -> None:
+    """The plan of all blocks has room for the activations of each size that was called."""
+    model, twin = small_twins("wan", SIZE)
+    options = {"memory": "700KiB", "weight_memory": None, "split": 1}
+    chunkflow_compile.compile(model, dynamic=False, **(SLICED | options))
+    planned = []
+    for size in (FEWER, SIZE, FEWER):
+        for seed in range(4):
+            inputs = small_inputs("wan", size, seed)
+            assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        live = max(p.program.problem.live_bytes for p in chunkflow_compile.programs(model))
+        (cycle,) = chunkflow_compile.cycles(model)
+        assert cycle.plan.device_bytes + live <= 700 << 10
+        planned.append(cycle.plan.device_bytes)
+    assert planned[0] > planned[1] == planned[2]
+
+
 def test_a_budget_that_needs_slices_where_sizes_are_symbolic() -> None:
     """The graph is compiled for each size, in slices."""
     model = InTurn(Block(64) for _ in range(2)).eval()
