@@ -171,8 +171,8 @@ class Options:
 
     split: Split = "auto"
     """Into how many slices of its tokens a block is split, one after the other, so that fewer bytes of activations are on the
-    device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none.  Other numbers are
-    rounded down to a power of two, at most 16."""
+    device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none.  Other numbers are rounded
+    down to a power of two, at most 16."""
 
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "rotary", "recompute", "views", "sharing", "verify", "cycle"."""

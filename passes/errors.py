@@ -5,6 +5,14 @@ class ChunkflowError(RuntimeError):
     """An error that the user can act on.  Raised before any weight moves where that is possible."""
 
 
+class BudgetError(ChunkflowError):
+    """A budget is too small.  ``needed``: the least bytes that are enough, counted as the budget is."""
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 class FindingError(ChunkflowError):
     """A check found a fault in the program; the call itself was valid."""
 

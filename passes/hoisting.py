@@ -146,7 +146,7 @@ def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> i
         return MOST_ROWS
     option, row_bytes, share = goal.option, halves.row_bytes, memory
     if repeats is not None and repeats.goal.memory is not None:
-        row_bytes, share = row_bytes * repeats.count, repeats.goal.memory
+        row_bytes, share = row_bytes * repeats.count, repeats.weights()
     if (most := share // _SHARE_OF_ROWS // row_bytes) < 1:
         least = -(-_SHARE_OF_ROWS * row_bytes * max(1, memory) // max(1, share))
         raise ChunkflowError(
@@ -186,14 +186,8 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
         main = replace(main, outside=outside + table)
     else:
         main = replace(main, outside=outside, table=table, tables=table * repeats.count)
-        halves = replace(halves, main=replace(halves.main, repeats=_without(repeats, main.tables)))
+        halves = replace(halves, main=replace(halves.main, repeats=replace(repeats, tables=main.tables)))
     return Hoisting(halves=halves, preamble=preamble, preamble_cut=cut, preamble_plan=plan, main=main, rows=rows)
-
-
-def _without(repeats: Repeats, nbytes: int) -> Repeats:
-    """The same blocks, whose budget is smaller by ``nbytes``."""
-    memory = repeats.goal.memory
-    return repeats if memory is None else replace(repeats, goal=replace(repeats.goal, memory=memory - nbytes))
 
 
 def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:

@@ -1,12 +1,16 @@
-"""The three transfer ops of a program: the ops of a step (step.py) as FX nodes, with their events as arguments.
+"""The four transfer ops of a program: the ops of a step (step.py) as FX nodes, with their events as arguments.
 
 The listing shows them and the executor runs them.  They are never dispatched, so calling one directly is an error.
 ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
 
-``prefetch(weight, first, end, window, next_step, lane, after, then)``
+``prefetch(weight, first, end, window, next_step, lane, after, then, ring, read)``
     Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the event that the lane waits for before the copy,
     which is the opening of its window; the first prefetch that names it records it on the compute stream.  None if the lane
-    has already waited for it.  ``then``: the event that the lane records after the copy, None if compute awaits a later one.
+    has already waited for it.  ``then``: the event that the lane records after the copy, None if nothing awaits it.
+    ``ring``, ``read``: for a weight in a file, the byte of the ring at which its read begins, and the event of the read.
+``read(weight, first, end, ring, after, then)``
+    Read chunks ``[first, end)`` of a weight from its file into the ring.  ``after``: the event of the copy that frees these
+    bytes, None if the read before it waits for the same copy.  ``then``: the event that is recorded after the read.
 ``wait(event, weights)``
     The compute stream waits for the event.  Then every chunk of the weights has arrived.
 ``evict(weight)``
@@ -15,24 +19,26 @@ The listing shows them and the executor runs them.  They are never dispatched, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .step import Copy, Evict, Op, Record, Step, Wait
+from .step import Copy, Evict, Op, Read, Record, Step, Wait
 
 _OPS = torch.library.Library("chunkflow", "DEF")
 _OPS.define(
-    "prefetch(str weight, int first, int end, int window, bool next_step, str lane, *, int? after=None, int? then=None)"
-    " -> ()"
+    "prefetch(str weight, int first, int end, int window, bool next_step, str lane, *, int? after=None, int? then=None,"
+    " int? ring=None, int? read=None) -> ()"
 )
+_OPS.define("read(str weight, int first, int end, int ring, *, int? after=None, int? then=None) -> ()")
 _OPS.define("wait(int event, str[] weights) -> ()")
 _OPS.define("evict(str weight) -> ()")
 
 PREFETCH = torch.ops.chunkflow.prefetch.default
+READ = torch.ops.chunkflow.read.default
 WAIT = torch.ops.chunkflow.wait.default
 EVICT = torch.ops.chunkflow.evict.default
 
@@ -41,7 +47,7 @@ def _never_dispatched(*args: object, **kwargs: object) -> None:
     raise RuntimeError("chunkflow transfer ops run inside a ChunkFlow executor; they cannot be called directly")
 
 
-for _op in (PREFETCH, WAIT, EVICT):
+for _op in (PREFETCH, READ, WAIT, EVICT):
     _OPS.impl(_op, _never_dispatched, "CompositeExplicitAutograd")
     # torch.fx treats an op that returns () as dead code unless it is registered as having a side effect.
     torch.fx.has_side_effect(_op)
@@ -54,52 +60,79 @@ class Prefetch:
     copy: Copy
     after: int | None = None
     then: int | None = None
+    read: int | None = None
 
 
-TransferOp = Prefetch | Wait | Evict
+@dataclass(frozen=True)
+class ReadAhead:
+    """A read and the events next to it, which are one node: see ``read`` above."""
+
+    read: Read
+    after: int | None = None
+    then: int | None = None
+
+
+TransferOp = Prefetch | ReadAhead | Wait | Evict
 
 
 def folded(ops: Iterable[Op]) -> Iterator[TransferOp]:
     """Transfer ops as nodes.  ``ops``: those next to a region or a collective, see :func:`step.transfers`."""
-    opened: dict[str, int] = {}  # lane -> the opening for which it waits
-    prefetch: Prefetch | None = None
+    waits: dict[str, list[int]] = {}  # stream -> the events that it waits for before its next op
+    newest: Prefetch | ReadAhead | None = None
     for op in ops:
-        if isinstance(op, Record) and prefetch is not None and op.stream == prefetch.copy.stream:
-            prefetch = replace(prefetch, then=op.event)
+        if isinstance(op, Record) and newest is not None and op.stream == _moved(newest).stream:
+            newest = replace(newest, then=op.event)
             continue
-        if prefetch is not None:
-            yield prefetch
-            prefetch = None
+        if newest is not None:
+            yield newest
+            newest = None
         if isinstance(op, Copy):
-            prefetch = Prefetch(op, opened.pop(op.stream, None))
+            events = waits.pop(op.stream, [])
+            read = None if op.ring is None else events.pop()
+            newest = Prefetch(op, next(iter(events), None), read=read)
+        elif isinstance(op, Read):
+            newest = ReadAhead(op, next(iter(waits.pop(op.stream, [])), None))
         elif isinstance(op, Wait) and op.stream != "compute":
-            opened[op.stream] = op.event
+            waits.setdefault(op.stream, []).append(op.event)
         elif isinstance(op, Wait | Evict):
             yield op
-    if prefetch is not None:
-        yield prefetch
+    if newest is not None:
+        yield newest
+
+
+def _moved(op: Prefetch | ReadAhead) -> Copy | Read:
+    return op.copy if isinstance(op, Prefetch) else op.read
 
 
 def write(graph: Graph, ops: Iterable[Op]) -> None:
     """Write transfer ops to the end of a graph.  ``ops``: as in :func:`folded`."""
     for op in folded(ops):
         if isinstance(op, Prefetch):
-            copy, events = op.copy, {"after": op.after, "then": op.then}
+            copy, named = op.copy, {"after": op.after, "then": op.then, "ring": op.copy.ring, "read": op.read}
             args = (copy.weight, copy.first, copy.end, copy.window, copy.next_step, copy.stream)
-            graph.call_function(PREFETCH, args, {name: event for name, event in events.items() if event is not None})
+            graph.call_function(PREFETCH, args, _given(named))
+        elif isinstance(op, ReadAhead):
+            read, named = op.read, {"after": op.after, "then": op.then}
+            graph.call_function(READ, (read.weight, read.first, read.end, read.ring), _given(named))
         elif isinstance(op, Wait):
             graph.call_function(WAIT, (op.event, op.weights))
         else:
             graph.call_function(EVICT, (op.weight,))
 
 
+def _given(named: Mapping[str, int | None]) -> dict[str, Any]:
+    return {name: number for name, number in named.items() if number is not None}
+
+
 def transfer_of(node: Node) -> TransferOp | None:
-    """What a node moves, waits for or evicts; None if it is no transfer op."""
+    """What a node moves, reads, waits for or evicts; None if it is no transfer op."""
     if node.target is WAIT:
         event, weights = node.args
         return Wait("compute", event, tuple(weights))  # type: ignore[arg-type]
     if node.target is EVICT:
         return Evict(str(node.args[0]))
+    if node.target is READ:
+        return ReadAhead(Read(*node.args), **node.kwargs)  # type: ignore[arg-type]
     return prefetch_of(node)
 
 
@@ -109,36 +142,47 @@ def prefetch_of(node: Node) -> Prefetch | None:
         return None
     arguments: Any = node.args
     weight, first, end, window, next_step, lane = arguments
-    return Prefetch(Copy(lane, weight, first, end, window, next_step), **node.kwargs)  # type: ignore[arg-type]
+    named: Any = dict(node.kwargs)
+    return Prefetch(Copy(lane, weight, first, end, window, next_step, named.pop("ring", None)), **named)
 
 
 def transfer_name(op: TransferOp) -> str:
     """The name of a transfer op in listings."""
-    return type(op).__name__.lower()
+    return "read" if isinstance(op, ReadAhead) else type(op).__name__.lower()
 
 
 def transfer_text(op: TransferOp) -> str:
     """A transfer op as one line."""
     if isinstance(op, Evict):
         return f"{transfer_name(op)}({op.weight!r})"
-    if not isinstance(op, Prefetch):
+    if isinstance(op, Wait):
         return f"{transfer_name(op)}({', '.join((str(op.event), *map(repr, op.weights)))})"
-    copy = op.copy
-    said = [repr(copy.weight), f"chunks[{copy.first}:{copy.end}]", f"window={copy.window}"]
-    said += ["next_step=True"] if copy.next_step else []
-    said += [f"lane={copy.stream!r}"] if copy.stream != "copy" else []
-    said += [f"{name}={event}" for name, event in (("after", op.after), ("then", op.then)) if event is not None]
+    moved, named = _moved(op), {"after": op.after, "then": op.then}
+    said = [repr(moved.weight), f"chunks[{moved.first}:{moved.end}]"]
+    if isinstance(op, Prefetch):
+        copy, named = op.copy, {**named, "read": op.read}
+        said += [f"window={copy.window}"]
+        said += ["next_step=True"] if copy.next_step else []
+        said += [f"lane={copy.stream!r}"] if copy.stream != "copy" else []
+    said += [f"ring={moved.ring}"] if moved.ring is not None else []
+    said += [f"{name}={event}" for name, event in _given(named).items()]
     return f"{transfer_name(op)}({', '.join(said)})"
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
     """The ops of a node.  ``opened``: the openings that are recorded by the nodes before it, to which this adds its own."""
-    if not isinstance(transfer, Prefetch):
+    if isinstance(transfer, Wait | Evict):
         return (transfer,)
-    copy, after, then = transfer.copy, transfer.after, transfer.then
-    arrival = () if then is None else (Record(copy.stream, then),)
-    if after is None:
-        return copy, *arrival
-    opening = () if after in opened else (Record("compute", after),)
-    opened.add(after)
-    return *opening, Wait(copy.stream, after), copy, *arrival
+    moved, after = _moved(transfer), transfer.after
+    ops: list[Op] = []
+    if after is not None:
+        if isinstance(transfer, Prefetch) and after not in opened:
+            opened.add(after)
+            ops.append(Record("compute", after))
+        ops.append(Wait(moved.stream, after))
+    if isinstance(transfer, Prefetch) and transfer.read is not None:
+        ops.append(Wait(moved.stream, transfer.read))
+    ops.append(moved)
+    if transfer.then is not None:
+        ops.append(Record(moved.stream, transfer.then))
+    return tuple(ops)

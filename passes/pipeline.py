@@ -33,7 +33,7 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
-from .errors import ChunkflowError
+from .errors import BudgetError, ChunkflowError
 from .goal import DEFAULT_GOAL, Goal
 from .hardware import Hardware
 from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, StageName
@@ -160,13 +160,14 @@ def _planned(pieces: Cut, settings: Settings) -> Plan:
     goal, traced = settings.goal, pieces.traced
     try:
         return make_plan(pieces.problem, _decided(pieces.problem, settings))
-    except ChunkflowError as error:
-        if goal.memory is None or not goal.activations or goal.split == 1 or not (traced.sizes or traced.unknown):
+    except BudgetError as error:
+        if not goal.activations or goal.split == 1 or not (traced.sizes or traced.unknown):
             raise
-        raise ChunkflowError(
+        text = (
             f"{error} Blocks cannot be split into slices here because the sizes of the graph are symbolic: compile the model "
             "with dynamic=False."
-        ) from error
+        )
+        raise BudgetError(text, error.needed) from error
 
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:

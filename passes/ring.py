@@ -1,12 +1,12 @@
 """The ring: host memory that the bytes of weights on the drive pass through, from the read to the copy.
 
-Reads and copies have one order.  Each read goes after the one before it, or to the beginning where no room is left; it waits
-until the copies that use its bytes have ended.  So where each read goes depends on the sizes alone, never on time.
+Reads and copies have one order, and each read has the same slot in every step.  The reads of a step go round the ring in
+laps of about the same size, and each lap begins at its first byte.  A read waits until the copies out of its bytes have
+ended, which are those of the lap before.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ def room(nbytes: int) -> int:
     return (-(-nbytes // BLOCK) + 1) * BLOCK
 
 
-def ring_bytes(reads: Sequence[int]) -> int:
-    """The bytes of the ring in host memory for reads of so many bytes in a step: room for one that is copied, and for those
-    ahead of it, a quarter of the step and one at least."""
+def lap_bytes(reads: Sequence[int]) -> int:
+    """The bytes of a lap, for reads of so many bytes in a step: room for one that is copied, and for those ahead of it, a
+    quarter of the step and one at least.  A lap may be larger, so that all have about the same size."""
     rooms = [room(nbytes) for nbytes in reads]
     largest = max(rooms, default=0)
     return largest + max(largest, min(MOST_READ_AHEAD, sum(rooms) // 4))
@@ -31,38 +31,38 @@ def ring_bytes(reads: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class RingSlot:
-    """Where a read goes: bytes ``[begin, end)`` of the ring.  ``after``: how many reads, from the first on, must have been
-    copied before it begins."""
+    """Where a read goes in each step: bytes ``[begin, end)`` of the ring.  ``after``: the number of the copy that must have
+    ended before; if negative, of the step before, counted from its end."""
 
     begin: int
     end: int
     after: int
 
 
-class Ring:
-    """The slots of reads, given one after the other."""
+def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
+    """The slots of the reads of a step, from a block on.  ``reads``: their bytes, in the order of their copies."""
+    rooms, count = [room(nbytes) for nbytes in reads], len(reads)
+    total = sum(rooms)
+    laps = max(1, total // max(1, lap_bytes(reads)))
+    spans, lap, begin, passed = list[tuple[int, int]](), 0, 0, 0
+    for taken in rooms:
+        if (now := passed * laps // total) != lap:
+            lap, begin = now, 0
+        spans.append((begin, begin + taken))
+        begin, passed = begin + taken, passed + taken
+    newest = [_newest_overlapping(spans, number) for number in range(count)]
+    # reads keep their order, so each waits at least as long as those before it
+    slots, after = list[RingSlot](), max((n - count for n in newest), default=0)
+    for (begin, end), overlapping in zip(spans, newest, strict=True):
+        after = max(after, overlapping)
+        slots.append(RingSlot(begin, end, after))
+    return slots
 
-    def __init__(self, capacity: int) -> None:
-        """``capacity``: bytes; at least the :func:`room` of the largest read."""
-        self._capacity = capacity
-        self._used: deque[tuple[int, int]] = deque()
-        self._after = 0
 
-    def slot(self, nbytes: int) -> RingSlot:
-        """The slot of the next read, from a block on."""
-        taken = room(nbytes)
-        while (begin := self._place(taken)) is None:
-            self._used.popleft()
-            self._after += 1
-        self._used.append((begin, begin + taken))
-        return RingSlot(begin, begin + taken, self._after)
-
-    def _place(self, taken: int) -> int | None:
-        if not self._used:
-            return 0
-        oldest, newest = self._used[0][0], self._used[-1][1]
-        if newest <= oldest:  # the newest are at the beginning of the ring again
-            return newest if newest + taken <= oldest else None
-        if newest + taken <= self._capacity:
-            return newest
-        return 0 if taken <= oldest else None
+def _newest_overlapping(spans: Sequence[tuple[int, int]], number: int) -> int:
+    """The newest read before one that has some of its bytes; its own of the step before, at the latest."""
+    begin, end = spans[number]
+    earlier = number - 1
+    while spans[earlier][0] >= end or spans[earlier][1] <= begin:
+        earlier -= 1
+    return earlier

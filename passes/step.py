@@ -2,8 +2,9 @@
 
 A GPU runs several streams at once, and each runs its own operations in order.  ``compute`` runs regions.  ``copy`` and
 ``pull`` are the lanes, which fill slots from host memory and from the devices of the other ranks.  ``collective`` runs
-collectives.  Operations of two streams are ordered by events: :class:`Record` marks a point of a stream, and a stream that
-has issued a :class:`Wait` continues when that point is reached.
+collectives.  ``read`` reads files on the SSD into the ring, from which copies take their bytes (ring.py).  Operations of two
+streams are ordered by events: :class:`Record` marks a point of a stream, and a stream that has issued a :class:`Wait`
+continues when that point is reached.
 
 Order for each region k: the collectives that start before it, each after its barriers; the completions awaited before
 it; the join, if a call ends there; the copies of window k; the waits for the weights that k is the first to read;
@@ -13,6 +14,8 @@ region k; the evicts of the weights that k is the last to read.
     Copy(copy, ...)  Record(copy, 5)     the arrival of a copy, if it is the newest one that a region waits for in its lane
     Wait(compute, 5, (weights))          before the region.  A lane is in order, so the earlier copies have arrived as well
     Record(copy, 9)  Wait(compute, 9)    a join, in each lane: at the end of a call, all copies have arrived
+    Wait(read, 5)  Read(...)  Record(read, 6)   a read, directly after the copy that frees its bytes of the ring
+    Wait(copy, 6)  Copy(copy, ...)       its own copy, later
 
 forms.py has the other forms in which a call is issued: before it its prologue, and the call as one CUDA graph.
 """
@@ -20,15 +23,16 @@ forms.py has the other forms in which a call is issued: before it its prologue, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar, Literal, NamedTuple
 
 from .names import LANES, Lane
 from .plan import Barrier, Plan, Windows, runs
 from .problem import Problem, Weight
+from .ring import ring_slots
 
-Stream = Literal["compute", "copy", "pull", "collective"]
+Stream = Literal["compute", "copy", "pull", "collective", "read"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Record:
 @dataclass(frozen=True)
 class Wait:
     """A stream waits for the newest mark of an event.  ``weights``: those that it makes readable; none for an opening and for
-    a join."""
+    a join, and where a read and a copy wait for each other."""
 
     stream: Stream
     event: int
@@ -52,7 +56,8 @@ class Wait:
 @dataclass(frozen=True)
 class Copy:
     """Chunks ``[first, end)`` of a weight are copied into its slot, started by ``window``; None for resident chunks, which a
-    prologue copies.  ``next_step``: whether they serve the next step (wrap-around)."""
+    prologue copies.  ``next_step``: whether they serve the next step (wrap-around).  ``ring``: the byte of the ring at which
+    their read begins; None for a copy from anywhere else, and for one that reads a file itself."""
 
     stream: Lane
     weight: str
@@ -60,6 +65,18 @@ class Copy:
     end: int
     window: int | None
     next_step: bool = False
+    ring: int | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Chunks ``[first, end)`` of a weight are read from a file into the ring, from byte ``ring`` on, for their next copy."""
+
+    stream: ClassVar[Stream] = "read"
+    weight: str
+    first: int
+    end: int
+    ring: int
 
 
 @dataclass(frozen=True)
@@ -112,13 +129,15 @@ class Evaluate:
     value: str
 
 
-Op = Record | Wait | Copy | Run | Start | Finish | Evict | Release | Evaluate
+Op = Record | Wait | Copy | Read | Run | Start | Finish | Evict | Release | Evaluate
 Step = tuple[Op, ...]
+# The ops that are no work of compute or of a collective.
+Transfer = Record | Wait | Copy | Read
 
 
 def weights_of(op: Op) -> tuple[str, ...]:
     """The weights that an op moves, awaits or evicts."""
-    if isinstance(op, Copy | Evict):
+    if isinstance(op, Copy | Read | Evict):
         return (op.weight,)
     return op.weights if isinstance(op, Wait) else ()
 
@@ -131,6 +150,11 @@ def released_by(op: Op) -> tuple[str, ...]:
 def copies(ops: Iterable[Op]) -> Iterator[Copy]:
     """The copies among ops."""
     return (op for op in ops if isinstance(op, Copy))
+
+
+def reads(ops: Iterable[Op]) -> Iterator[Read]:
+    """The reads among ops."""
+    return (op for op in ops if isinstance(op, Read))
 
 
 def marks(ops: Iterable[Op]) -> Step:
@@ -179,7 +203,8 @@ _Newest = tuple[int, _Place]
 
 def order(problem: Problem, plan: Plan) -> Step:
     """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
-    return Scheduler(problem).step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+    scheduler = Scheduler(problem, plan.chunk_bytes)
+    return scheduler.step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 class _Streamed(NamedTuple):
@@ -218,7 +243,9 @@ class _Placed(NamedTuple):
 class Scheduler:
     """Orders the ops of the steps of a problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._in_files = {w.name: w.nbytes for w in problem.weights if w.source.reads_file}
         self._count = count = len(problem.regions)
         self._collectives = problem.collectives
         kept = {w.name: (-1, place, 0, 0) for place, w in enumerate(problem.weights)}
@@ -248,7 +275,7 @@ class Scheduler:
 
         ``windows``: streamed weight -> the window of each chunk.  ``joins``: as in a Plan.  ``kept``: whether a weight whose
         chunks all stay in the arena is awaited too, for a cold start.  Within a window, chunks are in the order in which they
-        are needed.  Events are numbered in the order in which the step names them.
+        are needed.  Events are numbered in the order in which the step names them, those of reads last.
         """
         placed, starts, finishes = self._place(windows, kept), self._starts, self._finishes
         read = {k: list(self._read(awaited)) for k, awaited in placed.awaited.items()}
@@ -272,7 +299,38 @@ class Scheduler:
                 ops += [Wait("compute", events[place], weights) for place, weights in read.get(k, ())]
                 ops.append(self._runs[k])
                 ops += placed.evicted.get(k, ())
-        return tuple(ops)
+        return tuple(self._with_reads(ops, events) if self._in_files else ops)
+
+    def _with_reads(self, ops: Sequence[Op], events: _Events) -> Iterator[Op]:
+        """The ops with the reads for their copies, each after the copy that frees its bytes of the ring."""
+        copied = [op for op in copies(ops) if op.weight in self._in_files]
+        slots, count = ring_slots([self._nbytes(op) for op in copied]), len(copied)
+        following = [list[int]() for _ in copied]  # copy -> the reads after it
+        for number, slot in enumerate(slots):
+            following[slot.after].append(number)
+        copying, due = -1, list[int]()
+        for op in (*ops, None):
+            if due:
+                arrives = isinstance(op, Record) and op.stream == "copy"
+                freed = op.event if isinstance(op, Record) and arrives else events["freed", copying]
+                yield from (Record("copy", freed), Wait("read", freed))
+                for number in due:
+                    read = copied[number]
+                    yield Read(read.weight, read.first, read.end, slots[number].begin)
+                    yield Record("read", events["read", number])
+                due = []
+                if arrives:
+                    continue
+            if isinstance(op, Copy) and op.weight in self._in_files:
+                copying += 1
+                due = sorted(following[copying], key=lambda number: (number - copying - 1) % count)
+                yield Wait("copy", events["read", copying])
+                yield replace(op, ring=slots[copying].begin)
+            elif op is not None:
+                yield op
+
+    def _nbytes(self, op: Copy) -> int:
+        return min(op.end * self._chunk_bytes, self._in_files[op.weight]) - op.first * self._chunk_bytes
 
     def _place(self, windows: Mapping[str, Windows], kept: bool) -> _Placed:
         """``kept``: see :meth:`step`."""
@@ -344,7 +402,8 @@ def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collecti
 
 
 class _Events(dict[object, int]):
-    """The number of the event of a window, of the arrival of a copy (by its place), or of a join."""
+    """The number of the event of a window, of the arrival of a copy (by its place), of a join, or of a read or the copy that
+    it waits for."""
 
     def __missing__(self, what: object) -> int:
         number = self[what] = len(self)

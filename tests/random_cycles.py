@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import tempfile
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
@@ -17,8 +20,9 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.arena_contents import ArenaContents
 from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.pieces import Pieces
-from chunkflow_compile.weights.source import Bytes
+from chunkflow_compile.weights.source import Bytes, DriveBytes, WeightFile
 
 Turn = tuple[Program, torch.Tensor]
 _RNG = random.Random(0)
@@ -46,11 +50,23 @@ cycles: st.SearchStrategy[Drawn] = st.tuples(
 )
 
 
+def in_a_file(values: Sequence[Bytes]) -> list[DriveBytes]:
+    """These bytes, in a file that has no name."""
+    with tempfile.TemporaryFile() as made:
+        file, begins = WeightFile(Descriptor(os.dup(made.fileno())), "the file"), list[int]()
+        for each in values:
+            assert isinstance(each, torch.Tensor)
+            begins.append(made.tell())
+            made.write(bytes(each.tolist()))
+    return [DriveBytes(file, begin, each.numel()) for begin, each in zip(begins, values, strict=True)]
+
+
 class CycleBench(Runs):
     """A cycle of random models, with its weights."""
 
-    def __init__(self, drawn: Drawn, peers: bool = False) -> None:
-        """``peers``: whether some weights lie in pieces on the devices of ranks."""
+    def __init__(self, drawn: Drawn, peers: bool = False, files: bool = False) -> None:
+        """``peers``: whether some weights lie in pieces on the devices of ranks.  ``files``: whether every other of the rest
+        is in a file."""
         super().__init__()
         found, order, shared, self.chosen = drawn
         self.pieces: dict[str, Pieces] = {}
@@ -64,12 +80,15 @@ class CycleBench(Runs):
             if isinstance(bench, PeersBench):
                 self.pieces |= {names[n]: bench.pieces[n] for n in bench.pieces}
             calls.append(Call(bench.cut, names, {}))
+        in_files = sorted(self.weights.keys() - self.pieces.keys())[::2] if files else []
+        self.files = dict(zip(in_files, in_a_file([super(CycleBench, self).source(n) for n in in_files]), strict=True))
+        calls = [replace(call, in_files=frozenset(in_files).intersection(call.names.values())) for call in calls]
         self.calls = calls
         self.cycle = write(calls, random_plan(problem_of(calls), self.chosen, inside=True))
         self.states = weakref.WeakKeyDictionary[Arena, ArenaContents]()
 
     def source(self, name: str) -> Bytes:
-        return self.pieces.get(name, super().source(name))
+        return self.pieces.get(name) or self.files.get(name) or super().source(name)
 
     def running(self, cycle: Cycle) -> CycleBench:
         """The bench for another cycle of the same calls, such as a mutated one."""
@@ -95,6 +114,6 @@ class CycleBench(Runs):
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights."""
-        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.events.count))
+        state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.events))
         binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)

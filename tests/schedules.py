@@ -53,14 +53,14 @@ def at_random(seed: int) -> Callable[[Sequence[str]], str]:
 def schedules(seed: int, pulls: bool = False) -> dict[str, Callable[[], ThreadsDevice]]:
     """Six ways to run a program, by name; two more if it ``pulls``."""
     lanes = {
-        "pulls early, copies late": lambda: ThreadsDevice(ranked("pull", "collective", "compute", "copy")),
-        "copies early, pulls late": lambda: ThreadsDevice(ranked("copy", "collective", "compute", "pull")),
+        "pulls early, copies late": lambda: ThreadsDevice(ranked("pull", "collective", "compute", "read", "copy")),
+        "copies early, pulls late": lambda: ThreadsDevice(ranked("read", "copy", "collective", "compute", "pull")),
     }
     return {
         **(lanes if pulls else {}),
-        "copies as early as allowed": lambda: ThreadsDevice(ranked("copy", "pull", "collective", "compute")),
-        "copies as late as allowed": lambda: ThreadsDevice(ranked("compute", "collective", "copy", "pull")),
-        "collectives late": lambda: ThreadsDevice(ranked("compute", "copy", "pull", "collective")),
+        "copies as early as allowed": lambda: ThreadsDevice(ranked("read", "copy", "pull", "collective", "compute")),
+        "copies as late as allowed": lambda: ThreadsDevice(ranked("compute", "collective", "copy", "pull", "read")),
+        "collectives late": lambda: ThreadsDevice(ranked("compute", "read", "copy", "pull", "collective")),
         "at random": lambda: ThreadsDevice(at_random(seed)),
         # the last two, in every run another
         "compute slow": lambda: ThreadsDevice(before=Jitter(seed, "compute")),

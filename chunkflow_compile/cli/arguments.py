@@ -59,6 +59,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     yields = "how copies avoid slowing down collectives (default auto: whichever is predicted to be faster)"
     add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
     add_pack(parser)
+    add_split(parser)
     pieces = (
         "shard weights across the GPUs of the P ranks, which copy them from each other; yes: all weights; auto: those that "
         "make a step within the budget faster, or a plan for --slowdown smaller (default no)"
@@ -128,6 +129,24 @@ def add_hoist(parser: argparse.ArgumentParser) -> None:
         "not copied in each; auto: if a step is then shorter (default no)"
     )
     parser.add_argument("--hoist", nargs="?", choices=tuple(FORMS), const="yes", default="no", help=which)
+
+
+def add_split(parser: argparse.ArgumentParser) -> None:
+    """Add the option of blocks in slices."""
+    which = (
+        "split the tokens of each block into K slices, one after the other, so that fewer bytes of activations are on the "
+        "GPU at a time; auto: as few as --memory needs, 1 to 16 (default auto)"
+    )
+    parser.add_argument("--split", type=_slices, default="auto", metavar="K", help=which)
+
+
+def _slices(text: str) -> int | Literal["auto"]:
+    """A value of --split.  Raises argparse's error for any other."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of at least 1")
+    return int(text)
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:

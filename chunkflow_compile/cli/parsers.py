@@ -25,6 +25,7 @@ from .arguments import (
     add_model,
     add_pack,
     add_sizes,
+    add_split,
 )
 
 # Measured steps per arm.
@@ -112,6 +113,7 @@ def _pipeline(parser: ArgumentParser) -> None:
     add_kernels(parser)
     add_pack(parser)
     add_hoist(parser)
+    add_split(parser)
     add("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     add_sizes(parser, ("frames", "height", "width"), "sizes (default: the published sizes)")
     add("--picture", metavar="PNG", help="draw the GPU memory over the generation")
@@ -224,8 +226,8 @@ COMMANDS: Mapping[str, Command] = {
         "predict a whole pipeline: time, GPU memory and host memory",
         """\
 Plans one generation of a pipeline (encoders, transformers and VAE) within a budget for weights and
-activations, and compares it with other ways to run the pipeline.  Activation sizes are those of
-eager mode, which is an upper bound.""",
+activations, and compares it with other ways to run the pipeline.  Activations of transformers are
+predicted for compiled code.  Those of encoders and VAEs are taken from eager mode, an upper bound.""",
         "example: chunkflow pipeline flux.1-dev --memory 12GiB --hardware rtx-4080-pcie --picture flux.png",
     ),
     "plan": Command(

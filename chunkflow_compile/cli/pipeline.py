@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(len(pipeline.encoders) + 3)
     fused, hoist = arguments.lowering == "inductor", FORMS[arguments.hoist]
     components = [
-        replace(component, pack=FORMS[arguments.pack], hoist=hoist)
+        replace(component, pack=FORMS[arguments.pack], hoist=hoist, split=arguments.split)
         for component in _components(pipeline, sizes, steps, hardware, fused, hoist, progress)
     ]
     with progress.phase("planning"):

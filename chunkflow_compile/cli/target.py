@@ -216,6 +216,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         disable=tuple(arguments.disable_pass),
         pack=FORMS[arguments.pack],
         hoist=FORMS[arguments.hoist],
+        split=arguments.split,
     )
 
 

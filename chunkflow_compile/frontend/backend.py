@@ -64,7 +64,7 @@ from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
-from chunkflow_compile.passes.errors import ChunkflowError, first_line
+from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
@@ -234,9 +234,10 @@ def _compiler(
 def _at_open_sizes(
     graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
 ) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
-    """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols.
+    """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols,
+    or if the budget has no room for whole blocks, which can be split only at fixed sizes.
 
-    ``fixed``: the names of the weights of graphs on which it has failed, to which this one's are added.
+    ``fixed``: the names of the weights of such graphs, to which this one's are added.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
@@ -247,6 +248,15 @@ def _at_open_sizes(
                 raise
             said = "%s and what reads it are compiled for each size: Inductor fails on symbols, %s"
             _log.warning(said, names[0], first_line(error))
+            fixed.add(names)
+        except BudgetError:
+            goal = compiler.settings.goal
+            if not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
+                raise
+            said = (
+                "The graph that reads %s is compiled for each size: blocks can be split into slices only at fixed sizes"
+            )
+            _log.warning(said, names[0])
             fixed.add(names)
     for value in inputs:
         if isinstance(value, torch.SymInt):

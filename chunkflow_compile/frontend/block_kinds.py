@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -70,9 +70,7 @@ def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats
     share = sum(leaf.nbytes for block in alike for leaf in leaves_of(block)) / sum(
         leaf.nbytes for leaf in leaves_of(root)
     )
-    return Repeats(
-        count=len(alike), goal=goal if goal.memory is None else replace(goal, memory=int(goal.memory * share))
-    )
+    return Repeats(count=len(alike), goal=goal, share=share)
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:

@@ -87,10 +87,11 @@ def compile(
     All arguments but the first are given by name.
 
     ``device``: by default, the device of the parameters of a model; for a pipeline, the GPU that torch uses, or else the CPU.
-    ``memory``: bytes, or a text such as "12GiB".  For a model, the budget for its weights on the device; see
-    :class:`Options` for the default.  For a pipeline, the most bytes that the process may take on the device, activations
-    included, by default what is free now.  Activations are measured in the first call of each component, and the weights are
-    planned again for the rest of the budget.  On a CPU activations are not counted.
+    ``memory``: bytes, or a text such as "12GiB": the budget for weights and activations on the device, of a model or of all
+    components of a pipeline.  For a model see :class:`Options` for the default; for a pipeline, it is what is free now.
+    Activations of a transformer are predicted, and its blocks are split into slices of their tokens if whole ones do not
+    fit.  In a pipeline they are measured in the first call of each component, and the weights are planned again for the rest
+    of the budget.  On a CPU, activations cannot be measured, so those of other components are not counted.
     ``dtype``: the dtype to cast to.  For a pipeline, also a dict by component, {"default": ...} for the others, as
     ``torch_dtype`` of ``from_pretrained``.
     ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` is for all components together.  A model that

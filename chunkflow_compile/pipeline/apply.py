@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 # Components whose steps a ControlNet takes part in.
 _DENOISERS = ("transformer", "unet")
-# Components that run in every step.
+# Components that run in every step: their products that no latent reaches are hoisted, and their blocks split.
 _STEPPED = (*ADAPTED, "controlnet")
 # Options that a budget decides for each component.
 _PLANNED = {"arena", "slowdown", "plan", "policy", "weight_memory"}
@@ -204,7 +204,7 @@ def _add(
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     if room is not None:
         room = max(0, room - budget.host_bytes)
-    placed: list[nn.Module] = []
+    placed, phases = list[nn.Module](), list[Phase]()
     try:
         for model in enabled:
             enable_adapters(model, **(adapters or {}))
@@ -222,9 +222,12 @@ def _add(
                 }
                 offload(model, budget.device, min_bytes=chosen.min_bytes, **placing)
                 placed.append(model)
-                phase = Phase(name, model, arenas[name], budget.forget, enabled=model in enabled)
-                _compile_phase(phase, budget, given, chosen, dynamic)
+                counts = name in _STEPPED or _takes_turns(name, model)
+                phases.append(Phase(name, model, arenas[name], budget.forget, model in enabled, counts))
                 moved(_weight_bytes(model))
+        small = kept_by((*budget.phases, *phases))
+        for phase in phases:
+            _compile_phase(phase, budget, budget.usable - small, given, chosen, dynamic)
         _warn_if_nothing_streams(models, chosen.min_bytes)
     except BaseException:
         for model in placed:
@@ -267,10 +270,15 @@ def _sizes(adapters: Any) -> Mapping[str, Any]:
 
 def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]:
     """An arena for each component; ControlNets have that of the model that they alternate with in every step."""
-    turns = [n for n, m in models.items() if n in _DENOISERS or "ControlNet" in type(m).__name__]
+    turns = [name for name, model in models.items() if _takes_turns(name, model)]
     phases = (budget.phase_of(models[name]) for name in turns)
     shared = next((phase.arena for phase in phases if phase is not None), None) or Arena(budget.device, shared=budget)
     return {name: shared if name in turns else Arena(budget.device, shared=budget) for name in models}
+
+
+def _takes_turns(name: str, model: nn.Module) -> bool:
+    """Whether a component alternates with others in every step."""
+    return name in _DENOISERS or "ControlNet" in type(model).__name__
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
@@ -303,15 +311,17 @@ def remove(pipe: PipelineT) -> PipelineT:
 
 
 def _compile_phase(
-    phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
+    phase: Phase, budget: Budget, left: int, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
 ) -> None:
-    """Compile a placed component and make its calls a phase."""
+    """Compile a placed component and make its calls a phase.  ``left``: bytes that the small weights of all leave."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
     if phase.name not in _STEPPED:  # the memory of its rows would stay taken
         options = {name: value for name, value in options.items() if name != "hoist"}
-    # activations are measured, and what is left is for weights
-    expected = replace(chosen.goal, memory=max(0, budget.usable - kept_by(budget.phases)), activations=False)
+    if not phase.counts:
+        options = {name: value for name, value in options.items() if name != "split"}
+    # activations that are not counted are measured in the first call, and what is left is for weights
+    expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
     # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
     methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
@@ -333,7 +343,7 @@ def _compile_phase(
     else:
         if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
             options = {**options, "cudagraphs": False}
-        if compiled_whole(model, options):  # and its first plan may keep as much as it is given
+        if phase.counts or compiled_whole(model, options):  # and its first plan may keep as much as it is given
             placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import BudgetError, ChunkflowError
 from chunkflow_compile.pipeline.allocators import Allocator
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_memory, runs_once
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
@@ -173,6 +173,8 @@ class Budget:
                 peak = self._allocator.peak()
                 self.most = peak if self.most is None else max(self.most, peak or 0)
         except (torch.OutOfMemoryError, ChunkflowError) as error:
+            if phase.counts and (needed := _bytes_needed(error)) is not None:
+                raise self._needs(phase, needed, isinstance(error, BudgetError)) from error
             if not out_of_memory(error):
                 raise
             if again or runs_once(phase.root, call):
@@ -289,6 +291,18 @@ class Budget:
             f"memory, or call the pipeline with smaller sizes{tiling}"
         )
 
+    def _needs(self, phase: Phase, needed: int, compiled: bool) -> ChunkflowError:
+        """A program of a phase has no plan, because it needs so many bytes in addition to the small weights of other phases.
+        ``compiled``: whether it was compiled before, with symbolic sizes."""
+        fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if compiled else ""
+        needed += kept_by(self.phases) - phase.kept
+        return ChunkflowError(
+            f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): one of its programs "
+            f"needs {size(needed)}, for its predicted activations and as few of its weights as possible. Call restore(pipe), "
+            f"then compile with at least memory={enough(budget_for(needed))!r}{fixed}, or call the pipeline with "
+            "smaller sizes."
+        )
+
     def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
         """Learn from a call what it needs beside the weights, and plan them for the rest of the budget.
 
@@ -296,7 +310,7 @@ class Budget:
         """
         after, learned = phase.arena.held, phase.learned
         if peak is None:
-            if phase.budget is None:
+            if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
         elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
             # activations of a graph are in its pool, which it holds between calls too
@@ -341,6 +355,17 @@ class Budget:
             ) from error
         if phase.arena.held > budget - phase.kept:
             self._vacate([phase])
+
+
+def _bytes_needed(error: BaseException | None) -> int | None:
+    """The least budget that a plan needs, if an error, or a cause of it, is that it has less; else None."""
+    while error is not None:
+        if isinstance(error, BudgetError):
+            return error.needed
+        error = error.__cause__ or getattr(
+            error, "inner_exception", None
+        )  # Dynamo drops the cause of a backend's error
+    return None
 
 
 def budget_of(owner: Any) -> Budget | None:

@@ -36,32 +36,44 @@ _KEPT_SECONDS = 32  # of the newest calls
 
 
 class Learned(NamedTuple):
-    """Most bytes of activations, and whether they were measured in a call that did not change the arena."""
+    """Most bytes of activations, and whether they were measured in a call that did not change the arena.  ``assumed``: bytes
+    of them that are predicted, where none are measured."""
 
     activations: int
     steady: bool
+    assumed: int
 
 
 class Phase:
     """A component of a pipeline.
 
     ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``arena``: where its weights live, which it may share.
+    ``counts``: whether its plans count its predicted activations, so that its blocks are split where memory is short.
     ``activations``: most bytes that the device held during a call beside the weights of this and other phases, small weights
-    included; 0 until a call was measured.  ``budget``: bytes of weights on the device for which it is planned, None until
-    then.  ``limit``: most bytes that may become its budget until the generation ends in which a call ran out of memory, None
-    otherwise.
+    included; 0 until a call has ended.  ``measured``: whether they were measured.  ``budget``: bytes of weights on the device
+    for which it is planned, None until then.  ``limit``: most bytes that may become its budget until the generation ends in
+    which a call ran out of memory, None otherwise.
     """
 
     def __init__(
-        self, name: str, root: nn.Module, arena: Arena, gone: Callable[[Phase], object], enabled: bool = False
+        self,
+        name: str,
+        root: nn.Module,
+        arena: Arena,
+        gone: Callable[[Phase], object],
+        enabled: bool = False,
+        counts: bool = False,
     ) -> None:
         """``gone``: called when the model no longer exists.  ``enabled``: whether ``compile`` has enabled its adapters."""
         self.name = name
         self.gone = gone
         self.enabled = enabled
+        self.counts = counts
         self._root = weakref.ref(root, functools.partial(_went, weakref.ref(self)))
         self.arena = arena
         self.activations = 0
+        self.measured = False
+        self._assumed = 0  # predicted bytes in ``activations`` where none are measured
         self.steady = False  # whether ``activations`` was measured in a call that did not change the arena
         self.budget: int | None = None
         self.limit: int | None = None
@@ -112,6 +124,16 @@ class Phase:
         ]
         return max([self.kept, *needed])
 
+    @property
+    def live(self) -> int:
+        """Predicted bytes of activations that its plans count, at all sizes so far."""
+        return _live_bytes(programs(self.root)) if self.counts else 0
+
+    @property
+    def grew(self) -> bool:
+        """Whether its newest call is predicted to take more activations than those that were assumed."""
+        return self.counts and _live_bytes(program for program, _ in self._newest()) > self._assumed
+
     def steps(self) -> dict[SingleCall, int]:
         """How often each of its programs has run."""
         return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall) and not s.preamble}
@@ -139,7 +161,8 @@ class Phase:
         if budget < self.kept:
             raise ChunkflowError("there is no room for any.")
         if programs(self.root):
-            replan(self.root, weight_memory=budget)
+            memory, weight_memory = (budget + self.live, None) if self.counts else (None, budget)
+            replan(self.root, memory=memory, weight_memory=weight_memory)
         self.budget = budget
 
     def keep_budget(self) -> None:
@@ -152,18 +175,20 @@ class Phase:
     @property
     def learned(self) -> Learned:
         """What its calls need in addition to the weights."""
-        return Learned(self.activations, self.steady)
+        return Learned(self.activations, self.steady, self._assumed)
 
-    def assume(self, activations: int) -> None:
-        """Note bytes of activations where no call can be measured."""
-        self.activations = activations
+    def assume(self, small: int) -> None:
+        """Note predicted activations where no call can be measured.  ``small``: as in :meth:`figures`."""
+        self._assumed = self.live
+        self.activations = small + self._assumed
 
     def unlearn(self, before: Learned) -> None:
         """Forget what the newest call needed."""
-        self.activations, self.steady = before
+        self.activations, self.steady, self._assumed = before
 
     def learn(self, activations: int, steady: bool) -> None:
         """Note the activations of a call, bytes.  ``steady``: it did not change the arena, so it counts before others."""
+        self.measured = True
         if steady and not self.steady:
             self.activations, self.steady = activations, True
         elif steady == self.steady:
@@ -176,12 +201,13 @@ class Phase:
         the one that this memory is counted with.
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
-        hardware = next((program.plan.hardware for program, _ in self._newest()), None)
+        newest = self._newest()
+        hardware = next((program.plan.hardware for program, _ in newest), None)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
         notes |= dict.fromkeys((*splitting_notes(self.root), *packing_notes(self.root), *hoisting_notes(self.root)))
-        activations = max(0, self.activations - small) or None
-        if activations is not None and (problems := [program.program.problem for program, _ in self._newest()]):
-            notes[activation_note(max(problem.live_bytes for problem in problems), activations)] = None
+        activations = (max(0, self.activations - small) or None) if self.measured else None
+        if newest:
+            notes[activation_note(_live_bytes(program for program, _ in newest), activations)] = None
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(
@@ -262,6 +288,11 @@ def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> fl
         collectives=tuple(replace(mine, nbytes=other.nbytes) for mine, other in collectives),
     )
     return Simulator(problem, cycle.settings.hardware, plan.chunk_bytes).step_under(plan)
+
+
+def _live_bytes(programs: Iterable[SingleCall]) -> int:
+    """The most bytes of activations that one of the programs is predicted to take."""
+    return max((program.program.problem.live_bytes for program in programs), default=0)
 
 
 def kept_by(phases: Iterable[Phase]) -> int:

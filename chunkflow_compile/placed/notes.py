@@ -53,11 +53,13 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
         notes |= dict.fromkeys(slices_notes(cut.problem))
         if (wanted := _slices_wanted(program)) == 1:
             continue
-        split = {block_type(region.block) for region in cut.problem.regions if region.repeat > 1}
+        split = {block_type(region.block, cut.problem) for region in cut.problem.regions if region.repeat > 1}
+        named = any(region.block for region in cut.problem.regions)
         for region in {r.info.key: r for r in (cut.whole or cut).regions}.values():
-            blocks = block_type(region.info.block)
-            named = blocks or cut.traced.repeats  # what is outside of the blocks is never split
-            if named and blocks not in split and (why := why_whole(region, wanted)):
+            if named and not region.info.block:
+                continue  # what is outside of blocks is never split
+            blocks = block_type(region.info.block, cut.problem)
+            if blocks not in split and (blocks or cut.traced.repeats) and (why := why_whole(region, wanted)):
                 notes[f"{blocks or 'the blocks'} are not split: {why}"] = None
     return tuple(notes)
 

@@ -24,7 +24,7 @@ class PhaseMemory:
     component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last
     if its weights return to the host then, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights,
     None if it runs eagerly or under group offload.  ``tileable``: whether it would take fewer bytes with ``enable_tiling``.
-    """
+    ``notes``: on what runs."""
 
     name: str
     weights: int
@@ -35,6 +35,7 @@ class PhaseMemory:
     host: int = 0
     plan: Plan | None = None
     tileable: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -42,8 +43,8 @@ class PhaseMemory:
 
     @property
     def figures(self) -> dict[str, object]:
-        """All but the plan, and what is said in a sentence."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable")}
+        """All but the plan, and what is said in sentences."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable", "notes")}
 
 
 # The phases of a generation, in one way to run it.
@@ -109,9 +110,11 @@ def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> 
     ]
     ours = ("chunkflow", "calls", "weights on the GPU", "activations", "together", "per call")
     said = f"\n\nfits: compared with {limits}" if limits.nbytes else ""
-    worst = max(generations["chunkflow"], key=lambda p: p.activations)
-    note = f"\n\n{prose(tiling_sentence(worst.name))}" if worst.tileable else ""
-    return f"{fitted(ways, head + ['fits'] * bool(limits.nbytes))}{said}\n\n{fitted(mine, ours)}{note}"
+    sentences = [f"{p.name}: {note}" for p in generations["chunkflow"] for note in p.notes]
+    if (worst := max(generations["chunkflow"], key=lambda p: p.activations)).tileable:
+        sentences.append(tiling_sentence(worst.name))
+    notes = "".join(f"\n\n{prose(text)}" for text in sentences)
+    return f"{fitted(ways, head + ['fits'] * bool(limits.nbytes))}{said}\n\n{fitted(mine, ours)}{notes}"
 
 
 def draw_generation(

@@ -157,7 +157,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
         if isinstance(item, Run):
             at, computed = item.region, True
         part = INPUTS if node.op == "get_attr" else blocks[at]
-        if isinstance(item, Prefetch | Wait | Evict):
+        if isinstance(item, TransferOp):
             yield _transfer(item, part, barrier)
         elif isinstance(item, Run):
             yield replace(_node_line(node, part), op="region", like=regions[at].key, region=item.region)
@@ -213,6 +213,6 @@ def _transfer(op: TransferOp, part: str, barrier: bool = False) -> Line:
     line = Line(text=transfer_text(op), op=transfer_name(op), part=part)
     if isinstance(op, Prefetch):
         return replace(line, copy=op.copy)
-    return (
-        replace(line, readable=op.weights, barrier=barrier) if isinstance(op, Wait) else replace(line, weight=op.weight)
-    )
+    if isinstance(op, Wait):
+        return replace(line, readable=op.weights, barrier=barrier)
+    return replace(line, weight=op.weight) if isinstance(op, Evict) else line

@@ -8,6 +8,7 @@ from itertools import groupby
 from chunkflow_compile.passes.hoisting import STEPS, HoistingFigures
 from chunkflow_compile.passes.plan import Plan, WeightPlan
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.units import size
 
 from .record import fitted, prose, seconds
@@ -115,15 +116,17 @@ def slices_notes(problem: Problem) -> tuple[str, ...]:
     """Into how many slices the blocks of each type are split, a sentence for each; those that are whole are left out."""
     slices = dict[str, int]()
     for region in problem.regions:
-        blocks = block_type(region.block)
+        blocks = block_type(region.block, problem)
         slices[blocks] = max(slices.get(blocks, 1), region.repeat)
     return tuple(
         f"{blocks or 'the blocks'} run in {count} slices of the tokens" for blocks, count in slices.items() if count > 1
     )
 
 
-def block_type(block: str) -> str:
-    """The list that a block is in, such as ``blocks`` for ``blocks.3``."""
+def block_type(block: str, problem: Problem) -> str:
+    """The list that a block is in, such as ``blocks`` for ``blocks.3``; in the problem of a block that is compiled by itself,
+    where it has no name, the list that its weights are in."""
+    block = block or block_of(next((weight.name for weight in problem.weights), ""))
     name, _, number = block.rpartition(".")
     return name if number.isdecimal() else block
 

@@ -25,7 +25,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.locks import ProcessLock, aside
 from chunkflow_compile.weights.progress import moving
-from chunkflow_compile.weights.source import Bytes
+from chunkflow_compile.weights.source import Bytes, DriveBytes
 from chunkflow_compile.weights.staging import GpuStagings
 
 from .arena_contents import ArenaContents
@@ -33,7 +33,7 @@ from .cuda_graphs import CudaGraphs
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .input_bits import InputBits
-from .read_ahead import ReadAhead
+from .read_ahead import DriveReader
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -67,7 +67,7 @@ class Tenant(Owner, Protocol):
     def program(self) -> Program: ...
 
     @property
-    def budget(self) -> tuple[int, int | None]: ...
+    def budget(self) -> tuple[int, int | None] | None: ...
 
     @property
     def reads(self) -> tuple[int, ...]: ...
@@ -121,7 +121,7 @@ class Arena:
         self._shared = shared
         self._kind = DeviceKind()
         self._streams: Device | None = None
-        self._reader: ReadAhead | None = None
+        self._reader: DriveReader | None = None
         self._running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self._memory: torch.Tensor | None = None
         self._programs: list[weakref.ref[Tenant]] = []
@@ -178,12 +178,13 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        weights = tuple((name, id(buffers[name])) for name in slots)
-        # cycles with the same placement of the same weights share what lies in the memory
+        # cycles with the same placement of the same weights share what lies in the memory, and the reads on the way to it: a
+        # write that fails changes no values, but cycles that are bound after it do not read the weight from the drive
+        weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
         if state is None:
-            state = self._states[placement] = ArenaContents(self.streams, cycle.events.count)
+            state = self._states[placement] = ArenaContents(self.streams, cycle.events)
         return Binding(self, values, slots, hosts, state)
 
     def keep(
@@ -222,14 +223,18 @@ class Arena:
     def _evict_for(self, nbytes: int, residents: int) -> None:
         """Evict all if ``nbytes`` of memory and ``residents`` more bytes outside it would exceed the budgets of the models.
 
-        What a program leaves may be more than the next one's plan has room for.
+        What a program leaves may be more than the next one's plan has room for.  Of the programs of a model, that with the
+        most activations decides, but one without a budget needs no limit.
         """
-        budgets: dict[int, int | None] = {}
+        budgets: dict[int, float] = {}
         for program in self.programs:
+            if program.budget is None:
+                continue
             model, budget = program.budget
-            largest = budgets.get(model, 0)
-            budgets[model] = None if budget is None or largest is None else max(budget, largest)
-        most = sum(math.inf if budget is None else budget for budget in budgets.values())
+            most_bytes = math.inf if budget is None else budget
+            unlimited = math.inf in (most_bytes, budgets.get(model))
+            budgets[model] = math.inf if unlimited else min(most_bytes, budgets.get(model, most_bytes))
+        most = sum(budgets.values())
         if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
             most = min(most, shared)
         if self.held + max(0, nbytes - self.nbytes) + residents > most:
@@ -242,11 +247,11 @@ class Arena:
         return self._streams
 
     @property
-    def reader(self) -> ReadAhead:
-        """Reads what the holder's copies need from the drive."""
+    def reader(self) -> DriveReader:
+        """Reads what copies need from the drive."""
         if self._reader is None:
             rate = 0.0 if self._kind.link is None else self._kind.link.drive
-            self._reader = ReadAhead(self.streams.pin, rate, self.streams.clock)
+            self._reader = DriveReader(self.streams.pin, rate, self.streams.clock)
         return self._reader
 
     @property
@@ -295,12 +300,10 @@ class Arena:
         """These chunks are complete in the memory, or on their way."""
         self.holder = contents
 
-    def discard(self, contents: ArenaContents | None) -> bool:
-        """Let the next call start cold if the memory has these chunks; return whether it has."""
-        if contents is None or self.holder is not contents:
-            return False
-        self.holder = None
-        return True
+    def discard(self, contents: ArenaContents | None) -> None:
+        """Let the next call start cold if the memory has these chunks."""
+        if self.holder is contents:
+            self.holder = None
 
     def begin_call(self, title: str) -> None:
         """A call runs until :meth:`end_call`.  ``title``: names it in errors."""

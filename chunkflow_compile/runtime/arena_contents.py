@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from chunkflow_compile.passes.forms import CallEvents
+
 from .device_base import Device
 
 
@@ -15,8 +17,10 @@ class ArenaContents:
     weight -> the version of its values in the memory when a call begins.
     """
 
-    def __init__(self, device: Device, events: int) -> None:
-        self.events = [device.event() for _ in range(events)]
+    def __init__(self, device: Device, events: CallEvents) -> None:
+        self.events = [
+            device.read_event() if number in events.reads else device.event() for number in range(events.count)
+        ]
         self.next_call: int | None = None
         self.measured = True
         self.measurement_requested = False

@@ -98,14 +98,15 @@ class CallSite:
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property
-    def budget(self) -> tuple[int, int | None]:
+    def budget(self) -> tuple[int, int | None] | None:
         """The model, and most bytes of its offloaded weights on the device, by the newest goal; None without a limit.
 
-        A program without such weights is not known to be one of a model's, and needs no budget.
+        None instead of both if the other programs of the model decide.  A program without offloaded weights is not known to
+        be one of a model's, and needs no budget.
         """
-        if not self.buffers:
-            return self.model, 0
         settings = self.current.code.settings
+        if not self.buffers or settings.preamble:
+            return None
         if settings.goal.memory is None:
             return self.model, None
         live = settings.goal.counted(self.program.problem.live_bytes)
@@ -180,11 +181,11 @@ class CallSite:
             names.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
         return names
 
-    def in_cycle(self, names: Mapping[str, str]) -> Call:
-        """It as a call of a cycle.  ``names``: of its weights there."""
+    def in_cycle(self, names: Mapping[str, str], live: int = 0) -> Call:
+        """It as a call of a cycle.  ``names``: of its weights there.  ``live``: as in :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
-        return Call(self.code.cut, names, keep, in_files)
+        return Call(self.code.cut, names, keep, in_files, live)
 
     def let_go(self) -> None:
         """Hold no weights any more: the program has ended."""

@@ -19,6 +19,7 @@ from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, Stage
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.weights.drive import in_files
 
 from .cuda_graphs import CudaGraphsWanted
 from .device import DeviceKind
@@ -73,6 +74,11 @@ class Code:
         return self.cut.on_peers
 
     @property
+    def in_files(self) -> frozenset[str]:
+        """The names of the weights that its plan expects in files."""
+        return frozenset(w.name for w in self.program.problem.weights if w.source.file)
+
+    @property
     def sources(self) -> Mapping[str, frozenset[str]]:
         """The names of the weights that are compressed, and of those that are sharded, as fields of :class:`Goal`."""
         return {"pack": self.packed, "peers": self.on_peers}
@@ -101,6 +107,19 @@ class Code:
         make = partial(self.make, **settings)
         code = replace(self, program=stage.program, settings=replace(self.settings, **settings))
         return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
+
+    def reading(self, names: frozenset[str]) -> Code:
+        """The code for weights in files, also those that its plan expects in host memory, without compiling.
+
+        It is the same if there are none, if others plan for their files (a cycle does), or if the plan was given.  Copies of
+        weights that the plan expects in host memory then read their files themselves.
+        """
+        if names <= self.in_files or self.settings.part or self.settings.plan is not None:
+            return self
+        pieces = in_files(self.cut, names)
+        stage, folder = self.make(pieces=pieces)
+        assert stage.program is not None
+        return replace(self, program=stage.program, cut=pieces, folder=folder)
 
     def at(self, traced: Traced) -> Code:
         """The code at other sizes of the same graph: another plan of the same regions.  Raises as ``remade``."""

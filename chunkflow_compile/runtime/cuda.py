@@ -18,11 +18,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.weights.source import Bytes
 
-from .cuda_streams import CudaStream, StagedCopies
+from .cuda_streams import CudaStream, HostReads, StagedCopies
 from .cuda_time import Clock, Frame
 from .device_base import Device, NamedCopy, StepEnd
-from .read_ahead import Reading
+from .read_ahead import InRing
 from .recorder import Recorder
+from .streams import Engine, HostEvent
 from .torch_cuda import TorchCuda
 
 
@@ -43,6 +44,7 @@ class CudaDevice(Device):
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
+        self._reading: Engine | None = None  # the thread that reads the drive
         self._launched: torch.cuda.Event | None = None  # after the newest graph
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
@@ -53,6 +55,9 @@ class CudaDevice(Device):
 
     def event(self) -> torch.cuda.Event:
         return self.cuda.event(False)
+
+    def read_event(self) -> HostEvent:
+        return HostEvent(self._reader.bell)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
@@ -87,7 +92,18 @@ class CudaDevice(Device):
             self.cuda.record_stream(self._memory, made.stream)
         return made
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
+    @property
+    def _reader(self) -> Engine:
+        if self._reading is None:
+            self._reading = Engine(("read",))
+            weakref.finalize(self, self._reading.end)
+        return self._reading
+
+    def _make_reads(self) -> HostReads:
+        assert isinstance(self.copy, StagedCopies), "weights on the drive are staged"
+        return HostReads(self.copy, self._reader)
+
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
         lane = self.pull if moves == "pull" and self.pull is not None else self.copy
         lane.copy_bytes(target, source)
 
@@ -165,13 +181,15 @@ class CudaDevice(Device):
         if self.compute.inherited:
             return
         memory, self._memory = self._all_memory(), None
-        for stream in (self.compute, *self.lanes):
+        for stream in self.streams:
             try:
                 stream.synchronize()
             except ChunkflowError:
                 for tensor in memory:
                     self.cuda.abandon(tensor)
         self.copy.close()
+        if self._reading is not None:
+            self._reading.close()
 
     def _all_memory(self) -> list[torch.Tensor]:
         outside = [tensor for ref in self._outside if (tensor := ref()) is not None]

@@ -27,7 +27,8 @@ from chunkflow_compile.weights.staging import Staging
 
 from .cuda_time import Clock, Frame
 from .device_base import Waited, Watch
-from .read_ahead import Reading
+from .read_ahead import InRing
+from .streams import Engine, HostEvent
 from .torch_cuda import TorchCuda
 
 
@@ -95,9 +96,9 @@ class CudaStream:
         except RuntimeError as error:
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of this stream."""
-        assert not isinstance(source, Reading), "weights on the drive are staged"
+        assert not isinstance(source, InRing), "weights on the drive are staged"
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
@@ -121,6 +122,7 @@ class StagedCopies(CudaStream):
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
         self._worker = 0  # ident of the thread
+        self._reader: Engine | None = None  # the thread that reads the drive, for which it waits
         self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record in this step is issued
         self._marks: list[torch.cuda.Event] = []  # events to reuse, each at a point of the compute stream
 
@@ -130,11 +132,14 @@ class StagedCopies(CudaStream):
     def record(self, event: torch.cuda.Event) -> None:
         self._records[id(event)] = self._put(partial(super().record, event))
 
-    def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
-        """Let the copies put from here on start after ``event``, which compute has just recorded.
+    def wait(self, event: torch.cuda.Event | HostEvent, waited: Waited | None = None) -> None:
+        """Let the copies put from here on start after ``event``, which compute or the stream of reads has just recorded.
 
-        ``event`` will be recorded again before the thread comes to this wait, so an event of our own marks the point.
+        One of compute will be recorded again before the thread comes to this wait, so an event of our own marks the point.
         """
+        if isinstance(event, HostEvent):
+            self._put(partial(event.block, event.recorded))
+            return
         mark = self._marks.pop() if self._marks else self.cuda.event(False)
         self._compute.record(mark)
         wait = super().wait
@@ -148,13 +153,9 @@ class StagedCopies(CudaStream):
 
         self._put(issue)
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading) -> None:
-        if isinstance(source, Reading):
-            values, _ = source.acquire()
-            self.cuda.copy(target, values)
-            copied = self.cuda.event(False)
-            super().record(copied)
-            source.release(copied)
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing) -> None:
+        if isinstance(source, InRing):
+            self.cuda.copy(target, source.values())
             return
         if source.is_pinned() or not self._staging.pinned:
             self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
@@ -165,12 +166,39 @@ class StagedCopies(CudaStream):
         if (record := self._records.get(id(event))) is not None:
             _raise_from(record)
 
+    def reached(self, event: torch.cuda.Event) -> Callable[[], None]:
+        """A function that blocks until what this stream, or compute, has just recorded as ``event`` is reached.
+
+        It will be recorded again, so an event of our own marks the point.
+        """
+        mark, issued = self.cuda.event(False), None
+        if id(event) in self._records:
+            issued = self._put(partial(super().record, mark))
+        else:
+            self._compute.record(mark)
+
+        def block() -> None:
+            if issued is not None:
+                _raise_from(issued)
+            try:
+                mark.synchronize()
+            except RuntimeError as error:
+                raise ChunkflowError(f"The GPU failed: {error}") from error
+
+        return block
+
+    def await_reads(self, reader: Engine) -> None:
+        """From now on, copies wait for events of the thread that reads the drive."""
+        self._reader = reader
+
     def issued(self) -> None:
         """Wait until everything put so far is issued; raise what failed.
 
-        Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
+        Not on a thread for which this waits, where the collector may run a finalizer that unpins another model's memory: the
+        copies of that model are issued, because a step ends with this.
         """
-        if self._newest is not None and threading.get_ident() != self._worker and not self.inherited:
+        here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
+        if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
@@ -184,8 +212,10 @@ class StagedCopies(CudaStream):
     def synchronize(self) -> None:
         try:
             self.issued()
+        except ChunkflowError:
+            self._newest = None  # usable again
+            raise
         finally:
-            self._newest = None
             super().synchronize()
 
     def close(self) -> None:
@@ -202,6 +232,21 @@ class StagedCopies(CudaStream):
 
         self._newest = issued = self._thread.submit(run)
         return issued
+
+
+class HostReads:
+    """The stream of reads of the drive: a thread of the host.  ``copies``: those that it waits for."""
+
+    def __init__(self, copies: StagedCopies, engine: Engine) -> None:
+        """``engine``: has the thread."""
+        self._copies = copies
+        self._stream = engine.streams["read"]
+        copies.await_reads(engine)
+        self.run, self.record, self.synchronize = self._stream.run, self._stream.record, self._stream.synchronize
+        self.recover = self._stream.recover
+
+    def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
+        self._stream.run(self._copies.reached(event))
 
 
 def _within(context: contextlib.AbstractContextManager[Any], work: Callable[[], None]) -> None:

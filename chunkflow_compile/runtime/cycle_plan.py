@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings, make_cycle
 from chunkflow_compile.passes.program.cycle import Call
 from chunkflow_compile.weights.host_buffer import HostBuffer
@@ -60,7 +61,13 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
         return False
     if wanted is None or planned is None:
         return wanted is planned
-    return cycle.plan.device_bytes + cycle.settings.outside <= wanted <= planned
+    return wanted <= planned and has_room_for(cycle, cycle.cycle.problem.live_bytes, settings.goal)
+
+
+def has_room_for(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
+    """Whether the weights of a cycle and so many bytes of activations fit a goal."""
+    used = cycle.plan.device_bytes + cycle.settings.outside + goal.counted(live_bytes)
+    return goal.memory is None or used <= goal.memory
 
 
 def _unbudgeted(settings: Settings) -> Settings:
@@ -85,15 +92,15 @@ def planned(
         return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
 
-def calls_of(calls: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffer]]:
-    """The calls of a cycle, and the buffers of its weights by their names in it.
+def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call], dict[str, HostBuffer]]:
+    """The calls of a cycle, and the buffers of its weights by their names in it.  ``live``: of each, see :class:`Call`.
 
     A weight that two calls read is two weights of the cycle: it is fetched for each.
     """
     placed = list[Call]()
     buffers: dict[str, HostBuffer] = {}
     taken = set[str]()
-    for call in calls:
+    for call, live_bytes in zip(calls, live, strict=True):
         names: dict[str, str] = {}
         for name, wanted in call.names().items():
             numbered = (f"{wanted} ({i})" for i in itertools.count(2))
@@ -101,7 +108,7 @@ def calls_of(calls: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffe
             taken.add(names[name])
             if name in call.buffers:
                 buffers[names[name]] = call.buffers[name]
-        placed.append(call.in_cycle(names))
+        placed.append(call.in_cycle(names, live_bytes))
     return placed, buffers
 
 

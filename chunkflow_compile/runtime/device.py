@@ -23,7 +23,7 @@ from .cuda import CudaDevice
 from .device_base import Device, StepEnd
 from .host_clock import MONOTONIC, HostClock
 from .link import Port
-from .read_ahead import Reading
+from .read_ahead import InRing
 from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream
 from .torch_cuda import TorchCuda
 
@@ -48,14 +48,14 @@ class _HostDevice(Device):
     def _make_pull(self) -> ThreadStream:
         return self.engine.streams["pull"]
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
+    def _make_reads(self) -> ThreadStream:
+        return self.engine.streams["read"]
+
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
         lane = self.engine.streams[moves]
         since = lane.since
-        if isinstance(source, Reading):
-            values, read = source.acquire()
-            copy_host_bytes(target, values)
-            source.release()
-            since = max(since, read)
+        if isinstance(source, InRing):
+            copy_host_bytes(target, source.values())
         else:
             take(target, source)
         port, nbytes = self.port, source.numel()
@@ -86,7 +86,7 @@ class CpuDevice(_HostDevice):
     name = "cpu"
 
     def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC, peers: Port | None = None) -> None:
-        super().__init__(Engine(LANES, clock=clock), port, peers)
+        super().__init__(Engine((*LANES, "read"), clock=clock), port, peers)
         self.compute = self.collective = CallingStream(clock)
 
 
@@ -106,7 +106,7 @@ class ThreadsDevice(_HostDevice):
         clock: HostClock = MONOTONIC,
         peers: Port | None = None,
     ) -> None:
-        super().__init__(Engine(("compute", "collective", *LANES), choose, before, clock), port, peers)
+        super().__init__(Engine(("compute", "collective", *LANES, "read"), choose, before, clock), port, peers)
         self.compute = self.engine.streams["compute"]
         self.collective = self.engine.streams["collective"]
 

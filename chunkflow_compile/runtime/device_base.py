@@ -19,7 +19,7 @@ from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.source import Bytes
 
 from .host_clock import MONOTONIC, HostClock
-from .read_ahead import Reading
+from .read_ahead import InRing
 
 # A pass over the calls of a program or a cycle takes time to measure: the host needs 0.1 ms a call, and on a GPU 1 to 2 us
 # to record each of two thousand marks and 3 to 5 us to read it.  So after the first FIRST_STEPS passes, only two
@@ -29,7 +29,7 @@ FIRST_STEPS = 16
 EVERY = 17
 
 # A copy to the device: target and source (uint8, equal sizes), and its name for profilers.
-NamedCopy = tuple[torch.Tensor, Bytes | Reading, str]
+NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 
 # Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
@@ -68,10 +68,17 @@ class Stream(Protocol):
         """Block the host until the stream is empty.  Raises what the stream's work raised."""
 
 
+class ReadStream(Stream, Protocol):
+    """The stream of reads of the drive."""
+
+    def recover(self) -> None:
+        """Do the work that is enqueued from here on also if earlier work fails, whose events have the error."""
+
+
 class Device:
     """A device: the memory of the arena, and the streams.  Methods that do nothing here do nothing on host threads.
 
-    ``copy``: the lane of copies from the host.  That of pulls is made when it is first asked for (:meth:`lane`).
+    ``copy``: the lane of copies from the host.  That of pulls, and the stream of reads, are made when first asked for.
     ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
     ``clock``: of its host threads.  ``closed``: whether its streams are closed.  ``records``: whether it records what is
     issued, as a CUDA graph.
@@ -85,6 +92,7 @@ class Device:
     closed = False
     records = False
     pull: Stream | None = None
+    reads: ReadStream | None = None
     _left: int | None = None  # passes that are still to be measured; None to choose them
 
     @property
@@ -95,6 +103,10 @@ class Device:
     def event(self) -> Any:
         """A new event, with no mark."""
         raise NotImplementedError
+
+    def read_event(self) -> Any:
+        """A new event that the stream of reads records."""
+        return self.event()
 
     def lane(self, moves: Lane) -> Stream:
         """The stream of a lane."""
@@ -108,13 +120,29 @@ class Device:
         """The stream for pulls."""
         raise NotImplementedError
 
+    def _make_reads(self) -> ReadStream:
+        """The stream for reads of the drive."""
+        raise NotImplementedError
+
     def stream(self, name: StreamName) -> Stream:
         """A stream by its name."""
         if name == "compute":
             return self.compute
         if name == "copy":
             return self.copy
-        return self.collective if name == "collective" else self.lane(name)
+        if name == "collective":
+            return self.collective
+        if name != "read":
+            return self.lane(name)
+        if self.reads is None:
+            self.reads = self._make_reads()
+        return self.reads
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """All streams that there are so far."""
+        reads = () if self.reads is None else (self.reads,)
+        return (self.compute, self.collective, *self.lanes, *reads)
 
     @property
     def moves(self) -> tuple[Lane, ...]:
@@ -143,7 +171,7 @@ class Device:
     def stage(self) -> None:
         """From now on, some copies come from memory that could not be pinned."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of a lane."""
         raise NotImplementedError
 

@@ -17,7 +17,6 @@ from typing import Any
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.program.cycle import Cycle
-from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program, issued
 
 from .arena import Binding
@@ -26,7 +25,6 @@ from .capture import record
 from .cuda_graphs import CaptureLog, CudaGraph
 from .instructions import instructions
 from .measurement import StepMeasurement, no_seconds
-from .read_ahead import ReadOrder
 from .target import Cost, Issue, RunningStep, Target
 from .wrapped_calls import LoweredRegion, separated
 
@@ -58,7 +56,7 @@ class Executor:
         self.cycle = cycle = cycle or Cycle.of(program)
         self.call = next(i for i, call in enumerate(cycle.calls) if call is program)
         self.device = device = binding.arena.streams
-        self.state = binding.state or ArenaContents(device, cycle.events.count)
+        self.state = binding.state or ArenaContents(device, cycle.events)
         self.target = Target(program, cycle, regions, binding, device, self.state.events, poison)
         self.traffic = self.target.traffic
         self.rewritten: dict[str, int] = {}
@@ -83,7 +81,6 @@ class Executor:
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
         # those for no stale weights, made when they are first needed: few calls of a cycle ever begin a pass
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
-        self._reads: ReadOrder | None = None
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
     @property
@@ -198,11 +195,13 @@ class Executor:
 
     def _prime(self, step: RunningStep, stale: Collection[str] | None = None, *, jumps: bool = False) -> None:
         """Issue the prologue of the call.  ``stale``, ``jumps``: see :func:`prologue`."""
-        device, arena, cold = self.device, self.binding.arena, stale is None
+        arena, cold = self.binding.arena, stale is None
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
-        if (cold or jumps) and self.target.on_drive and (reads := self._read_order()).repeated:
-            device.copy.run(partial(arena.reader.reset, reads, self.cycle.plan.drive_rate))
+        if (cold or jumps) and self.target.on_drive:
+            arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
+            if (reads := self.device.reads) is not None:
+                reads.recover()  # a read that failed was for another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -219,14 +218,6 @@ class Executor:
         if not stale:
             self._prologues[jumps, lanes] = made
         return made
-
-    def _read_order(self) -> ReadOrder:
-        """The reads of the drive from this call on."""
-        if self._reads is None:
-            reads = reads_from(self.cycle, self.call, self.target.on_drive)
-            first, repeated = ([*map(self.target.drive_bytes, ops)] for ops in (reads.first, reads.repeated))
-            self._reads = ReadOrder(first, repeated, reads.begin)
-        return self._reads
 
     def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
         idle_s = self.state.idle_before(number, begin, end)
@@ -259,19 +250,17 @@ class Executor:
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
-        holds = self.binding.arena.discard(self.state)
-        for stream in (self.device.compute, self.device.collective, *self.device.lanes):
+        self.binding.arena.discard(self.state)
+        for stream in self.device.streams:
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
-        if self.target.on_drive and holds:
-            self.binding.arena.reader.stop()
         self.traffic.forget()
 
     def vacate(self) -> None:
         """Drop every reference to the memory, with no work in flight (:meth:`forget`).  The executor cannot run again."""
-        self.instructions, self._values, self._prologues, self._reads = [], [], {}, None
+        self.instructions, self._values, self._prologues = [], [], {}
         self.target.vacate()

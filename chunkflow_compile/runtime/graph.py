@@ -202,11 +202,14 @@ class CompiledGraph:
         The weights take the sources that its code wants, once, before they are bound.  What can be compressed was asked
         before code was lowered for it.  So other code is needed only if the weights are not those of that time: those of
         another block or model that shares the graph, or written since, with values that do not fit.  If the ranks do not
-        agree on what is sharded, there is another plan, and nothing is lowered.
+        agree on what is sharded, or more weights are in files than the plan expects, which is made for another model, there
+        is another plan, and nothing is lowered.
         """
         sources = self._take_sources(current.code, parameters)
         if sources != current.code.sources:
             current.adapt(self.codes.code(sizes, self._changed(parameters), **sources))
+        buffers = ((name, buffer_of(parameter)) for name, parameter in parameters.items())
+        current.adapt(current.code.reading(frozenset(n for n, b in buffers if b is not None and b.source.reads_file)))
         return bind_program(CallSite(current, parameters), arena)
 
     def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import getitem
+from operator import getitem, methodcaller
 from typing import Any, cast
 
 import torch
@@ -13,12 +13,27 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.forms import without_reads
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.listing import SLICING
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
-from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Step, Wait
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evaluate,
+    Evict,
+    Finish,
+    Op,
+    Read,
+    Record,
+    Release,
+    Run,
+    Start,
+    Step,
+    Transfer,
+    Wait,
+)
 from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.pieces import Pieces
 
@@ -37,12 +52,14 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
     """The functions that issue the ops of a step, in their order.  ``nodes``: of the program with their ops, see
     :func:`issued`; none if the step has transfers only.
 
-    A region and the ops of compute after it are one function, and so are the copies and the marks between two of these,
-    because each function costs the host time.  Of these, the copies of one lane between two events are one.
+    A region and the ops of compute after it are one function, and so are the copies and the marks between two of these, and
+    adjacent reads, because each function costs the host time.  The copies of one lane between two events are one.
     If the step computes several rows, see :meth:`Executor.run`, a function of compute runs all of its ops but Evict for each
     earlier row, and then all of them for the last row.
     Raises FindingError if the nodes have other ops than the step.
     """
+    if not target.on_drive:
+        step = without_reads(step, target.cycle.events)
     compiler = _Compiler(target)
     for op, node in _with_nodes(step, nodes):
         compiler.add(op, node)
@@ -67,7 +84,7 @@ def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tupl
 
 
 def _is_transfer(op: Op) -> bool:
-    return isinstance(op, Record | Wait | Copy)
+    return isinstance(op, Transfer)
 
 
 @dataclass(frozen=True)
@@ -95,11 +112,14 @@ class _Compiler:
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
         self._computes: list[_Compute] = []
         self._transfers: list[Record | Wait | Copy] = []
+        self._reads: list[Read | Record | Wait] = []
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op.  ``node``: see :func:`_with_nodes`."""
         target = self._target
         match op:
+            case Read() | Record(stream="read") | Wait(stream="read"):
+                self._read(op)
             case Copy() | Record() | Wait(stream="copy" | "pull"):
                 self._transfer(op)
             case Wait():
@@ -134,17 +154,24 @@ class _Compiler:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
             self.issues.append(_transfers(self._target, self._transfers))
-        self._computes, self._transfers = [], []
+        if self._reads:
+            self.issues.append(_reads(self._target, self._reads))
+        self._computes, self._transfers, self._reads = [], [], []
 
     def _compute(self, compute: _Compute) -> None:
-        if self._transfers or compute.window is not None:
+        if self._transfers or self._reads or compute.window is not None:
             self.flush()
         self._computes.append(compute)
 
     def _transfer(self, op: Record | Wait | Copy) -> None:
-        if self._computes:
+        if self._computes or self._reads:
             self.flush()
         self._transfers.append(op)
+
+    def _read(self, op: Read | Record | Wait) -> None:
+        if self._computes or self._transfers:
+            self.flush()
+        self._reads.append(op)
 
     def _issue(self, issue: Issue) -> None:
         self.flush()
@@ -225,6 +252,26 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
             for event in records:
                 stream.record(event)
         step.cost.add_copies(nbytes, pulled)
+
+    return issue
+
+
+def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
+    """A function that issues ops of the stream of reads."""
+    device, calls = target.device, list[methodcaller]()
+    for op in ops:
+        match op:
+            case Wait():
+                calls.append(methodcaller("wait", target.events[op.event]))
+            case Read():
+                calls.append(methodcaller("run", *target.read(op)))
+            case Record():
+                calls.append(methodcaller("record", target.events[op.event]))
+
+    def issue(_: RunningStep) -> None:
+        stream = device.stream("read")
+        for call in calls:
+            call(stream)
 
     return issue
 

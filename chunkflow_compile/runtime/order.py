@@ -13,10 +13,9 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.units import size
 
 from .arena import Arena
@@ -27,6 +26,7 @@ from .cycle_plan import (
     calls_of,
     candidate_periods,
     dump,
+    has_room_for,
     is_optimal_for,
     is_rotation,
     merge_settings,
@@ -83,8 +83,10 @@ class Order:
         key = self._keys.get(identity)
         if key is None or not key.alive:
             key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
-        elif key.renew(settings):
-            self._start_anew(key, settings)  # it was planned again for another goal
+        elif key.renew(settings):  # it was planned again for another goal
+            self._start_anew(key, lambda cycle: is_optimal_for(cycle, settings))
+        elif not all(has_room_for(cycle, problem.live_bytes, settings.goal) for cycle in self._cycles_with(key)):
+            self._start_anew(key, lambda cycle: has_room_for(cycle, problem.live_bytes, settings.goal))
         return key
 
     def cycles_of(self, call: CallSite) -> list[BoundCycle]:
@@ -115,7 +117,7 @@ class Order:
         try:
             return cycle, cycle.begin(call, number)
         except ChunkflowError as error:  # the program by itself still runs
-            _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), error)
+            _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
             self._refused.append(cycle.keys)
             self.forget(cycle)
             return None
@@ -163,10 +165,13 @@ class Order:
         for cycle in [c for c in self.cycles if not c.alive]:
             self.forget(cycle)
 
-    def _start_anew(self, key: CallKey, settings: Settings) -> None:
-        """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
-        cycles = [c for c in self.cycles if key in c.keys]
-        gone = [c for c in cycles if not is_optimal_for(c, settings)]
+    def _cycles_with(self, key: CallKey) -> list[BoundCycle]:
+        return [cycle for cycle in self.cycles if key in cycle.keys]
+
+    def _start_anew(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
+        """Forget what is known of the cycles of a call.  ``stays``: whether a cycle is as good for its newest program."""
+        cycles = self._cycles_with(key)
+        gone = [cycle for cycle in cycles if not stays(cycle)]
         for cycle in gone:
             self.forget(cycle)
         if gone or not cycles:
@@ -195,6 +200,10 @@ class Order:
         calls = [latest[key] for key in keys if key in latest]
         return calls if len(calls) == len(keys) else None
 
+    def _live_bytes(self, key: CallKey) -> int:
+        """Most bytes of activations of the calls with a key, which may be of several sizes."""
+        return max((call.program.problem.live_bytes for call, other in self._calls.items() if other is key), default=0)
+
     def _plan(self, keys: tuple[CallKey, ...]) -> BoundCycle | None:
         """Plan a cycle of these calls; None if they cannot be one."""
         calls = self.latest_calls(keys)
@@ -208,13 +217,14 @@ class Order:
             return None
         try:
             replan_after = max(call.code.replan_after for call in calls)
-            cycle = planned(self._arena, keys, *calls_of(calls), settings, replan_after=replan_after)
+            parts = calls_of(calls, [self._live_bytes(key) for key in keys])
+            cycle = planned(self._arena, keys, *parts, settings, replan_after=replan_after)
         except ChunkflowError as error:
             self._refused.append(keys)
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),
-                error,
+                str(error),  # a record that is kept would keep the arena, by the traceback
             )
             return None
         self._add(cycle)

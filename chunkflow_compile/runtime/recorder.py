@@ -14,7 +14,7 @@ from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.weights.source import Bytes, DriveBytes
 
 from .device_base import Device, Waited, Watch
-from .read_ahead import Reading
+from .read_ahead import InRing
 from .torch_cuda import TorchCuda
 
 
@@ -67,6 +67,6 @@ class Recorder(Device):
     def event(self) -> torch.cuda.Event:
         return self._cuda.event(False)
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | Reading, moves: Lane = "copy") -> None:
-        assert not isinstance(source, DriveBytes | Reading), "weights on the drive are not recorded"
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
+        assert not isinstance(source, DriveBytes | InRing), "weights on the drive are not recorded"
         self._cuda.copy(target, source)

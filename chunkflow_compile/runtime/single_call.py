@@ -92,7 +92,7 @@ class SingleCall(BoundCycle):
         return self.code.settings.preamble
 
     @property
-    def budget(self) -> tuple[int, int | None]:
+    def budget(self) -> tuple[int, int | None] | None:
         return self.call.budget
 
     @property

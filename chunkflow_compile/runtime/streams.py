@@ -146,6 +146,11 @@ class Engine:
             thread.start()
         atexit.register(self.close, EXIT_SECONDS)  # threads that still compute would abort an exiting process
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of its threads."""
+        return threading.current_thread() in self._threads
+
     def pause(self) -> None:
         with self.bell.lock:
             self._paused = True
@@ -288,6 +293,14 @@ class ThreadStream:
                 waited(max(0.0, event.reached_at - since))
 
         self._put(_Item(run, awaits=(event, event.recorded)))
+
+    def recover(self) -> None:
+        """Do the work that is enqueued from here on also if earlier work fails, whose marks are reached with the error."""
+
+        def forget(_: BaseException | None) -> None:
+            self.failure = None
+
+        self._put(_Item(end=forget))
 
     def synchronize(self) -> None:
         over = threading.Lock()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.passes.step import Copy
-from chunkflow_compile.weights.source import DriveBytes
+from chunkflow_compile.passes.ring import room
+from chunkflow_compile.passes.step import Copy, Read, reads
+from chunkflow_compile.weights.source import Bytes, DriveBytes
 
 from .arena import Binding
 from .device_base import Device, NamedCopy
 from .measurement import WindowSeconds
-from .read_ahead import Reading
+from .read_ahead import InRing
 from .traffic import Traffic
 from .wrapped_calls import LoweredRegion
 
@@ -74,8 +77,8 @@ class Target:
     """Where the ops of a call are issued: the memory that it is bound to, and the streams of a device.
 
     ``program``: of the call.  ``events``: of the device, by their numbers in the cycle.  ``traffic``: the transfers that are
-    issued.  ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place among
-    the values of a step.
+    issued.  ``on_drive``: weights that are read from the drive into the ring; ``read_bytes``: of a step, as planned.
+    ``number``: of each node, its place among the values of a step.
     """
 
     def __init__(
@@ -102,6 +105,9 @@ class Target:
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )
+        read = [(op, self._bytes(op)) for op in reads(chain.from_iterable(cycle.ops))] if self.on_drive else []
+        self.read_bytes = sum(nbytes for _, nbytes in read)
+        self._ring_bytes = max((op.ring + room(nbytes) for op, nbytes in read), default=0)
         if pulled:
             device.lane("pull")  # now, because a step makes no stream
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
@@ -112,22 +118,32 @@ class Target:
         slot, span = self.binding.slots[op.weight], self._span(op)
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
-        read = op.weight in self.on_drive
-        source = (
-            Reading(self.binding.arena.reader, self.drive_bytes(op)) if read else self.binding.hosts[op.weight][span]
-        )
+        source: Bytes | InRing = self.binding.hosts[op.weight][span]
+        if op.ring is not None and op.weight in self.on_drive:  # one that was written has left it
+            assert isinstance(source, DriveBytes)
+            source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
 
-    def drive_bytes(self, op: Copy) -> DriveBytes:
-        """The bytes on the drive that an op copies."""
-        source = self.binding.hosts[op.weight]
+    def read(self, op: Read) -> tuple[Callable[[], None], None, str]:
+        """What :meth:`Stream.run` takes for a read.  Its work is nothing for a weight that was written, and has left the
+        drive."""
+        source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
+        if op.weight not in self.on_drive:
+            return _nothing, None, name
         assert isinstance(source, DriveBytes)
-        return source[self._span(op)]
+        return partial(self.binding.arena.reader.read, source, op.ring, self._ring_bytes), None, name
 
-    def _span(self, op: Copy) -> slice:
+    def _bytes(self, op: Read) -> int:
+        return self.binding.hosts[op.weight][self._span(op)].numel()
+
+    def _span(self, op: Copy | Read) -> slice:
         size = self.program.plan.chunk_bytes
         return slice(op.first * size, op.end * size)
 
     def vacate(self) -> None:
         """Drop every reference to the memory, with nothing in flight."""
         self.binding = Binding(self.binding.arena, {}, {}, {})
+
+
+def _nothing() -> None:
+    pass

@@ -2,7 +2,8 @@
 
 The transformer is traced without weights at three sizes around that of a request.  At sizes between, the times of its
 regions follow from these: products grow with the tokens, attention with their square.  The placement of the weights is that
-of a plan for the same budget, played with these times.
+of a plan for the same budget, played with these times.  If activations leave too little for weights, the blocks are split
+into slices of their tokens, as few as it takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -33,8 +34,9 @@ from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.pipeline import Settings, make_cut
+from chunkflow_compile.passes.pipeline import Settings, make_cut, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory, place
+from chunkflow_compile.passes.placement.splitting import REPEATS, split_into
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -59,6 +61,10 @@ _KNOWN = ("wan-i2v", "wan", "flux", "hunyuanvideo", "qwen-image")
 _BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
 # Arguments of pipelines without which true_cfg_scale has no effect.
 _NEGATIVE = ("negative_prompt", "negative_prompt_embeds")
+# Tokens of text, samples, and numbers of slices, of what was traced together.
+_Key = tuple[int, int, tuple[int, ...]]
+# Numbers of tokens around which a transformer was traced, and what was found there.
+_Found = tuple[tuple[int, ...], tuple["_Forecast", ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +73,8 @@ class Admission:
 
     ``step_s``: predicted seconds of a denoising step, both branches of guidance; ``total_s``: of all steps, and of the newest
     call of every other component as far as it was measured.  ``device_bytes``: most bytes on the device, of which
-    ``activation_bytes`` are the transformer's activations (those alive in its compiled regions; 0 on a CPU, which counts
-    none).  ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``compile``.
+    ``activation_bytes`` are the transformer's activations (those alive in its compiled regions).  ``host_bytes``: of the
+    pipeline's weights in host memory.  ``budget``: bytes that were given to ``compile``.
     ``reason``: why it does not fit, empty if it does.
     """
 
@@ -128,8 +134,8 @@ class Admitter:
     ``nbytes``: of its weights by name, which may be quantised.  ``timestep``: whether the pipeline passes one per sample
     or one per token.  ``spatial``, ``temporal``: pixels and frames of an element of the latent.  ``unit``: pixels that edges
     are multiples of; ``edge``: the default one.  ``chosen``: the options of compile.  ``budget``, ``usable``: bytes on the
-    device, and those of them that plans may count on.  ``counted``: whether activations are.  ``forecasts``: by text and
-    batch.
+    device, and those of them that plans may count on.  ``forecasts``: by text, batch and numbers of slices, newest first; one
+    for each of these numbers.
     """
 
     pipeline: str
@@ -147,10 +153,9 @@ class Admitter:
     chosen: Options
     budget: int
     usable: int
-    counted: bool
     others_s: float = 0.0
     host_bytes: int = 0
-    forecasts: dict[tuple[int, int], tuple[_Forecast, ...]] = field(default_factory=dict)
+    forecasts: dict[_Key, tuple[_Found, ...]] = field(default_factory=dict)
     lock: Any = field(default_factory=ProcessLock)
 
     @staticmethod
@@ -187,7 +192,6 @@ class Admitter:
             chosen=parse_options({k: budget.arguments[k] for k in options}).on(budget.device),
             budget=budget.total,
             usable=budget.usable,
-            counted=budget.device.type != "cpu",
             others_s=_others(pipe, budget),
             host_bytes=budget.host_bytes,
         )
@@ -206,17 +210,13 @@ class Admitter:
                 raise ChunkflowError(f"{self.pipeline} has no argument {name!r}; did you mean {close!r}?")
         given = {**self.defaults, **sizes}
         shape = self._shape(given)
-        forecast = self._cached(shape)
-        if forecast is None:
-            with self.lock():  # two threads trace nothing twice
-                forecast = self._cached(shape)
-                if forecast is None:
-                    forecast = self._traced(shape)
-                    others = self.forecasts.get((shape.text, shape.batch), ())
-                    self.forecasts[shape.text, shape.batch] = (forecast, *others)
-        activations = forecast.activations_at(_tokens(shape))
-        room, part = self.usable - activations, max(1, self.usable // _PARTS)
-        least, nbytes, reason = forecast.least, room // part * part, ""
+        for forecast in self._forms(shape):
+            activations = forecast.activations_at(_tokens(shape))
+            least, room = forecast.least, self.usable - activations
+            if room >= least:
+                break
+        part = max(1, self.usable // _PARTS)
+        nbytes, reason = room // part * part, ""
         if room < least:
             reason = (
                 f"the activations of its transformer take {size(activations)}, which leaves {size(max(0, room))} of the "
@@ -236,10 +236,33 @@ class Admitter:
             reason=reason,
         )
 
-    def _cached(self, shape: Shape) -> _Forecast | None:
+    def _forms(self, shape: Shape) -> Iterator[_Forecast]:
+        """The transformer at a request, with whole blocks, and then in more and more slices, if ``split`` allows it."""
+        split = self.chosen.split
+        found: tuple[_Forecast, ...] = ()
+        for repeats in (REPEATS[:1], REPEATS[1:]) if split == "auto" else ((split,), REPEATS[:1]):
+            if split == "auto" or not found:  # tokens that cannot be split so are whole
+                found = self._known(shape, repeats)
+                yield from found
+
+    def _known(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
+        """The transformer at a request in these numbers of slices, traced if it was not traced around it before."""
+        found = self._cached(shape, repeats)
+        if found is None:
+            with self.lock():  # two threads trace nothing twice
+                found = self._cached(shape, repeats)
+                if found is None:
+                    found = self._traced(shape, repeats)
+                    key = shape.text, shape.batch, repeats
+                    around = found[0].tokens if found else (_tokens(shape),)
+                    self.forecasts[key] = ((around, found), *self.forecasts.get(key, ()))
+        return found
+
+    def _cached(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...] | None:
         """What was traced around a request, None if nothing was."""
-        forecasts = self.forecasts.get((shape.text, shape.batch), ())
-        return next((f for f in forecasts if f.tokens[0] <= _tokens(shape) <= f.tokens[-1]), None)
+        forecasts = self.forecasts.get((shape.text, shape.batch, repeats), ())
+        within = (found for around, found in forecasts if around[0] <= _tokens(shape) <= around[-1])
+        return next(within, None)
 
     def _shape(self, given: Mapping[str, Any]) -> Shape:
         """The latent of a request."""
@@ -263,22 +286,25 @@ class Admitter:
             **edges,
         )
 
-    def _traced(self, shape: Shape) -> _Forecast:
-        """The transformer at three numbers of tokens, traced in a process of its own.
+    def _traced(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
+        """The transformer at three numbers of tokens, in each of these numbers of slices, traced in a process of its own.
 
         Here it would change the default dtype under a request that runs, and find the process group of its ranks.
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
         done = subprocess.run(
-            command, input=pickle.dumps((replace(self, forecasts={}), shape)), capture_output=True, env=environment
+            command,
+            input=pickle.dumps((replace(self, forecasts={}), shape, repeats)),
+            capture_output=True,
+            env=environment,
         )
         if done.returncode:
             cause = self._why_not_split(shape) or done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             at = f"a latent of {shape.frames}x{shape.height}x{shape.width} and {shape.text} text tokens"
             raise ChunkflowError(f"The transformer of {self.pipeline} could not be traced for {at}: {cause}")
-        forecast: _Forecast = pickle.loads(done.stdout)
-        return forecast
+        forecasts: tuple[_Forecast, ...] = pickle.loads(done.stdout)
+        return forecasts
 
     def _why_not_split(self, shape: Shape) -> str:
         """Why the ranks cannot share the tokens of a latent; empty if they can.  diffusers asserts it too, but Dynamo
@@ -292,35 +318,45 @@ class Admitter:
             "width or number of frames."
         )
 
-    def trace(self, shape: Shape) -> _Forecast:
-        """The transformer at three numbers of tokens."""
-        problems, tokens = list[Problem](), list[int]()
+    def trace(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
+        """The transformer at three numbers of tokens, in each of these numbers of slices; blocks are whole in one.  Numbers
+        that do not divide the tokens of all three are left out."""
+        found, tokens = list[list[Problem]](), list[int]()
         halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
         for times in _EDGES if halves else _FROM_HERE:
             at = replace(shape, height=int(shape.height * times), width=int(shape.width * times))
             build = partial(FAMILIES[self.family].model_and_inputs, self.config, at, self.dtype)
             traced = trace_without_weights(build, self.ulysses, self.chosen.min_bytes, self.dtype)
-            traced = replace(traced, fused=self.chosen.lowering != "eager")
-            problem = make_cut(traced, self.chosen.group_bytes).problem
-            weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
-            problems.append(replace(problem, weights=tuple(weights)))
+            cut = make_cut(replace(traced, fused=self.chosen.lowering != "eager"), self.chosen.group_bytes)
+            whole = cut if repeats == (1,) else whole_blocks(cut, self.chosen.settings())
+            forms = (cut if repeat == 1 else split_into(whole, repeat) for repeat in repeats)
+            found.append([self._as_stored(form.problem) for form in forms])
             tokens.append(_tokens(at))
-        activations = tuple(problem.live_bytes if self.counted else 0 for problem in problems)
-        return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), activations)
+        alike = [
+            problems
+            for problems in zip(*found, strict=True)
+            if len({tuple(region.repeat for region in problem.regions) for problem in problems}) == 1
+        ]
+        return tuple(_Forecast(self.chosen.settings(), tuple(tokens), problems) for problems in alike)
+
+    def _as_stored(self, problem: Problem) -> Problem:
+        """The problem with weights as large as they are, which may be quantised."""
+        weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
+        return replace(problem, weights=tuple(weights))
 
 
 def _answer() -> None:
     """Trace what comes on stdin, and write the result to stdout, which nothing else may write to."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    admitter, shape = pickle.load(sys.stdin.buffer)
+    admitter, shape, repeats = pickle.load(sys.stdin.buffer)
     try:
-        forecast = admitter.trace(shape)
+        forecasts = admitter.trace(shape, repeats)
     except Exception as error:  # noqa: BLE001  (whatever it is, the process that asked says it)
         traceback.print_exc()
         sys.exit(first_line(error))  # Dynamo adds lines after those of an error in traced code
     with out:
-        pickle.dump(forecast, out)
+        pickle.dump(forecasts, out)
 
 
 def _family(model: nn.Module) -> Family:
@@ -350,13 +386,11 @@ def _others(pipe: Any, budget: Budget) -> float:
 
 @dataclass(eq=False)
 class _Forecast:
-    """A transformer at three numbers of tokens.  ``activations``: bytes at each of them.  ``plans``: by the bytes
-    that they were made for."""
+    """A transformer at three numbers of tokens.  ``plans``: by the bytes that they were made for."""
 
     settings: Settings
     tokens: tuple[int, ...]
     problems: tuple[Problem, ...]
-    activations: tuple[int, ...]
     plans: dict[int, Plan] = field(default_factory=dict)
 
     @cached_property
@@ -386,7 +420,7 @@ class _Forecast:
 
     def activations_at(self, count: int) -> int:
         """Bytes at so many tokens."""
-        return max(0, round(_interpolated(self.tokens, self.activations, count)))
+        return max(0, round(_interpolated(self.tokens, [problem.live_bytes for problem in self.problems], count)))
 
 
 def _tokens(shape: Shape) -> int:

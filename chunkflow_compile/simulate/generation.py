@@ -13,11 +13,13 @@ from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack, Split
 from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory
+from chunkflow_compile.passes.placement.splitting import split_into, splits
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
+from chunkflow_compile.report.plan_tables import slices_notes
 from chunkflow_compile.units import enough, size
 
 from .group_offload import play_group_offload, there_and_back_s
@@ -35,8 +37,8 @@ class Component:
     components run.  ``activations``: bytes of an eager call; None for those that are alive in the regions of a compiled one.
     ``cut``: the finest one of its compiled call; None for one that runs eagerly, whose calls take ``seconds``.  ``pack``:
     whether weights are packed where it is planned.  ``calls``: in a generation, one after another.  ``halves``: those of its
-    graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned.  ``tileable``: see
-    PhaseMemory."""
+    graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned.  ``split``: see Goal.
+    ``tileable``: see PhaseMemory."""
 
     name: str
     weights: int
@@ -48,12 +50,13 @@ class Component:
     pack: Pack = False
     hoist: Hoist = False
     halves: Halves | None = None
+    split: Split = "auto"
     tileable: bool = False
 
     def goal(self, room: int) -> Goal:
-        """For so many bytes of weights and activations.  Blocks stay whole, as in a pipeline: it plans weights."""
+        """For so many bytes of weights and activations."""
         memory = max(0, room - (self.activations or 0))
-        return Goal(memory=memory, activations=self.activations is None, pack=self.pack, split=1)
+        return Goal(memory=memory, activations=self.activations is None, pack=self.pack, split=self.split)
 
     def alive(self, problem: Problem | None) -> int:
         """Bytes of activations in a call of this problem, None if it runs eagerly."""
@@ -155,12 +158,20 @@ def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
     """The least bytes of weights and activations with which a component runs, and those of activations."""
     if c.cut is None:
         return c.weights + c.alive(None), c.alive(None)
-    cuts = [c.cut]
-    if c.activations is None:
-        cuts.append(whole_blocks(c.cut, Settings(hardware=hardware)))
-    forms = [packed(cut, packable(cut)) if pack else cut for cut in cuts for pack in _PACKS[c.pack]]
+    forms = [packed(cut, packable(cut)) if pack else cut for cut in _cuts(c, hardware) for pack in _PACKS[c.pack]]
     found = [(form.problem, c.alive(form.problem)) for form in forms]
     return min((least_memory(p, hardware, DEFAULT_CHUNK_BYTES) + alive, alive) for p, alive in found)
+
+
+def _cuts(c: Component, hardware: Hardware) -> list[Cut]:
+    """The finest cut of a component, and those with whole blocks or slices that its option ``split`` allows."""
+    assert c.cut is not None, "it is compiled"
+    if c.activations is not None:
+        return [c.cut]
+    whole = whole_blocks(c.cut, Settings(hardware=hardware))
+    if c.split == "auto":
+        return [c.cut, whole, *splits(whole)]
+    return [c.cut, whole] if c.split == 1 else [split_into(whole, c.split)]
 
 
 def _too_little(component: Component, others: int, hardware: Hardware, budget: int) -> ChunkflowError:
@@ -188,4 +199,5 @@ def _phase(component: Component, settings: Settings) -> PhaseMemory:
         seconds=seconds,
         plan=plan,
         tileable=component.tileable,
+        notes=() if problem is None else slices_notes(problem),
     )

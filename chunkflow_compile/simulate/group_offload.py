@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import HOST, Problem, Weight
@@ -41,7 +42,7 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
     copied = tuple(w for group in groups for w in group)
     played = replace(problem, weights=copied)
     ops = list(_copied(groups[0], 0)) if groups else []
-    for op in Scheduler(played).step({}):
+    for op in Scheduler(played, DEFAULT_CHUNK_BYTES).step({}):
         block = begins.get(op.region) if isinstance(op, Run) else None
         if block is not None:
             ops += [Wait("compute", block, tuple(w.name for w in groups[block]))] if groups[block] else []

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import Lane, Sharded
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Lane, Sharded
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
 from chunkflow_compile.passes.problem import HOST, Collective, Problem
@@ -61,7 +61,7 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
     )
     played = replace(problem, weights=copied, collectives=(*problem.collectives, *gathers))
     ops = list[Op]()
-    for op in Scheduler(played).step({}):
+    for op in Scheduler(played, DEFAULT_CHUNK_BYTES).step({}):
         if isinstance(op, Start) and op.collective >= given:
             continue  # issued where the block before its own begins, or when its shard has arrived
         if isinstance(op, Run) and op.region in begins:

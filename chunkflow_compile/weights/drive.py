@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import size
 
@@ -109,6 +110,13 @@ def with_drive(problem: Problem, names: Collection[str]) -> Problem:
     return replace(
         problem, weights=tuple(replace(w, source=replace(w.source, file=w.name in names)) for w in problem.weights)
     )
+
+
+def in_files(cut: Cut, names: Collection[str]) -> Cut:
+    """The cut with the weights of these names in files."""
+    weights = tuple(w.with_source(file=w.parameter.name in names) for w in cut.discovery.weights)
+    discovery, problem = replace(cut.discovery, weights=weights), with_drive(cut.problem, names)
+    return replace(cut, discovery=discovery, problem=problem, raw=None if cut.raw is None else in_files(cut.raw, names))
 
 
 def _no_room(where: str, cause: str) -> str:

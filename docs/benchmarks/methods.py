@@ -360,8 +360,8 @@ def headline(rows: Sequence[Row]) -> str:
         f"{said(run, PLAIN)} with `torch.compile` alone and {said(run, GROUP)} with diffusers' group offload. "
         f"The pipeline of this model passes one timestep per {called.workload.timestep} and runs {called.workload.forwards} "
         f"forwards per step: such a forward ({called.workload}) is {called.how}, not measured, at "
-        f"{said(called, CHUNKFLOW)}, versus {said(called, PLAIN)}, and {said(called, GROUP)}; planned memory counts "
-        "the activations of eager mode, an upper estimate."
+        f"{said(called, CHUNKFLOW)}, versus {said(called, PLAIN)}, and {said(called, GROUP)}; planned memory includes "
+        "predicted activations."
     )
 
 
@@ -373,7 +373,7 @@ that the model's pipeline in diffusers uses; measured rows show their own.
 
 * *Measured*: memory is the peak that the allocator reports, weights and activations.
 * *Planned*: what `chunkflow simulate` predicts for a compiled model. Memory is the sum of the planned weights and the
-  activations of eager mode, which is an upper estimate. For Wan2.2 A14B the figures are for one of its two experts.
+  [predicted activations](../activations.md) of compiled code. For Wan2.2 A14B the figures are for one of its two experts.
 * ChunkFlow is given the smallest [budget](../glossary.md#budget) that keeps a forward within 2 % of `torch.compile` with
   everything on the GPU, but no less memory than group offload takes, and no more than the GPU provides.
 * Model offload (`enable_model_cpu_offload`) matches `torch.compile` in time and memory. The column is the time that it spends

@@ -13,11 +13,18 @@ from chunkflow_compile.passes.problem import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """The blocks of one structure, whose programs run in turns: ``count`` of them.  ``goal``: of all of them together; its
-    budget is their share of the model's, None if that is not known."""
+    """The blocks of one structure, whose programs run in turns: ``count`` of them.  ``goal``: of the model.  ``share``:
+    their share of the model's weights.  ``tables``: bytes on the device of what is hoisted of them."""
 
     count: int
     goal: Goal = DEFAULT_GOAL
+    share: float = 1.0
+    tables: int = 0
+
+    def weights(self, live_bytes: int = 0) -> int:
+        """Bytes of the budget for their weights, next to ``live_bytes`` of activations."""
+        assert self.goal.memory is not None, "there is a budget"
+        return int(self.share * (self.goal.memory - self.goal.counted(live_bytes))) - self.tables
 
 
 @dataclass(frozen=True, kw_only=True)

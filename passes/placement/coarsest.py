@@ -89,8 +89,8 @@ def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Proble
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
         # activations, and what weights stream through, do not grow with their number
-        fixed = goal.counted(problem.live_bytes) + 2 * max(streamed_bytes(finest))
-        if goal.memory > fixed or not goal.activations:  # otherwise it is too little: these cuts do not fit
-            goal = replace(goal, memory=fixed + max(0, goal.memory - fixed) * count // repeats.count)
+        through, live = 2 * max(streamed_bytes(finest)), problem.live_bytes
+        memory = through + max(0, repeats.weights(live) - through) * count // repeats.count
+        goal = replace(goal, memory=min(goal.memory, goal.counted(live) + memory))
     size = len(problem.regions)
     return plan(repeated(problem, count), goal=goal, ends=range(size, count * size + 1, size))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import BudgetError, ChunkflowError
 from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
 from chunkflow_compile.passes.graph.labels import region_labels
 from chunkflow_compile.passes.hardware import Hardware
@@ -168,9 +168,10 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
         (first, what), *more = parts
         kept = ", ".join([f"{size(first)} of them {what}", *(f"{size(nbytes)} {what}" for nbytes, what in more)])
         option = planner.goal.option
-        raise ChunkflowError(
+        raise BudgetError(
             f"{option}={size(memory)} is too little: the program needs {size(floor)}, {kept},{values} and the rest for the "
-            f"streamed weights that one region reads. Give {option}={enough(floor)!r} or more, or {finer}."
+            f"streamed weights that one region reads. Give {option}={enough(floor)!r} or more, or {finer}.",
+            floor,
         )
     return barely
 

@@ -13,7 +13,7 @@
                   collective by such an engine; a      engine; a collective waits for those under way, and goes before the
                   user's copies                        next; a pull over the link of copies takes half of it beside one
     drive         reads                                one at a time, in the order of their copies
-    ring          a read, until its copy has ended     as many as have room, at least one; a copy waits for its read
+    ring          a read, until its copy has ended     a read waits for the copies out of its slot, a copy for its read
 
 A user's own copies to the device queue with ours (docs/benchmarks/h200.md).  No profile says when they come, so the
 timeline plays none.  A copy is from host memory, a pull from the devices of the other ranks.
@@ -22,14 +22,12 @@ timeline plays none.  A copy is from host memory, a pull from the devices of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain, cycle
 from typing import Generic, Literal, TypeVar
 
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Lane
-from chunkflow_compile.passes.ring import ring_bytes, room
 from chunkflow_compile.passes.step import Copy
 
 IDLE = float("inf")
@@ -59,15 +57,21 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What a copy occupies: the drive for ``read_s`` seconds, None if its bytes are not there; then the copy engine and
-    the link of its ``use`` for ``copy_s``."""
+    """What a copy occupies: the copy engine and the link of its ``use`` for ``copy_s``."""
 
     op: Copy
     name: str
     nbytes: int
     copy_s: float
-    read_s: float | None
     use: Lane = "copy"
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a read occupies: the drive for ``read_s``."""
+
+    name: str
+    read_s: float
 
 
 class Queue(Generic[Op]):
@@ -96,39 +100,31 @@ class Queue(Generic[Op]):
 
 
 class Drive:
-    """Reads ahead into the ring: first for the copies of a cold start, then for those of each step.
+    """Reads that are issued, one after the other, each after the copies that free its bytes of the ring.
 
-    ``next``: what is read, or waits for room.  ``left``: seconds of it, IDLE while it waits.  ``used``: bytes of the ring.
-    ``ready``: reads that have ended before their copies.
+    ``ops``: each with how many copies must have ended before.  ``left``: seconds of the first, IDLE while it waits.
+    ``ready``: reads that have ended before their copies have.
     """
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        """``transfers``: of one step, those that read the drive."""
-        self._order = chain((t for t in transfers if t.op.next_step), cycle(transfers))
-        self._capacity = ring_bytes([t.nbytes for t in transfers])
-        self.next = next(self._order, None)
-        self.used = self.ready = 0
+    def __init__(self) -> None:
+        self.ops: deque[tuple[Reading, int]] = deque()
+        self.ready = 0
         self.start = 0.0
         self.left = IDLE
 
-    def begin(self, now: float) -> None:
-        """Begin the next read, if none is under way and the ring has room."""
-        if self.left != IDLE or self.next is None:
-            return
-        taken = room(self.next.nbytes)
-        if not self.used or self.used + taken <= self._capacity:
-            self.used += taken
-            self.start, self.left = now, self.next.read_s or 0.0
+    def issue(self, read: Reading, after: int) -> None:
+        self.ops.append((read, after))
 
-    def end(self) -> Transfer:
-        read = self.next
-        assert read is not None
+    def begin(self, now: float, copied: int) -> None:
+        """Begin the next read, if none is under way and it need not wait.  ``copied``: copies that have ended."""
+        if self.left == IDLE and self.ops and self.ops[0][1] <= copied:
+            self.start, self.left = now, self.ops[0][0].read_s
+
+    def end(self) -> Reading:
         self.ready += 1
         self.left = IDLE
-        self.next = next(self._order)
-        return read
+        return self.ops.popleft()[0]
 
-    def release(self, transfer: Transfer) -> None:
-        """Free the room of a transfer whose copy has ended."""
+    def leave(self) -> None:
+        """The copy of a read has ended."""
         self.ready -= 1
-        self.used -= room(transfer.nbytes)

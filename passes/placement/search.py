@@ -75,7 +75,7 @@ class Planner:
     ) -> None:
         """``outside``, ``arena``: see place.  ``joins``: of the plan."""
         self.problem = problem
-        self.scheduler = Scheduler(problem)
+        self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
         self.outside = outside
         self.arena = arena

@@ -16,6 +16,7 @@ from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.forms import reads_ahead
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.pieces import from_others
@@ -27,6 +28,7 @@ from chunkflow_compile.passes.step import (
     Evict,
     Finish,
     Op,
+    Read,
     Record,
     Release,
     Run,
@@ -34,9 +36,10 @@ from chunkflow_compile.passes.step import (
     Start,
     Step,
     Wait,
+    reads,
 )
 
-from .resources import IDLE, Drive, Phase, Queue, Transfer, Use, stretches
+from .resources import IDLE, Drive, Phase, Queue, Reading, Transfer, Use, stretches
 
 # A step settles in two or three repetitions; if it still drifts after this many, the last one is reported.
 MOST_STEPS = 12
@@ -75,7 +78,7 @@ class Stall:
 
 
 # What is played of a step.
-Played = Transfer | Stall | Run | Start | Finish | Evict | Record
+Played = Transfer | Reading | Stall | Run | Start | Finish | Evict | Record
 
 
 class Simulator:
@@ -107,6 +110,7 @@ class Simulator:
         self.link_s = [min(s, link) for s, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         self.sources = {w.name: w.source for w in problem.weights}
+        self.reads_files = any(source.reads_file for source in self.sources.values())
         for ranks in sorted({source.ranks for source in self.sources.values() if source.sharded}):
             if why := hardware.why_no_peers(ranks):
                 raise ChunkflowError(f"Weights lie in pieces on the devices of {ranks} ranks, but {why}")
@@ -157,8 +161,11 @@ class Simulator:
         """What a copy occupies."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
-        read_s = self.read_seconds(op.weight, op.first, op.end) if self.sources[op.weight].reads_file else None
-        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, read_s, op.stream)
+        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
+
+    def reading(self, op: Copy | Read) -> Reading:
+        """What a read occupies, or that of a copy."""
+        return Reading(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
 
     def play(self, step: Step, spans: bool = True) -> Timeline:
         """The steady state of a step after a cold start; ``spans``: whether to record them."""
@@ -167,7 +174,9 @@ class Simulator:
     def step_under(self, plan: Plan) -> float:
         """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
         windows = {w.name: w.windows for w in plan.streamed}
-        return self.play(Scheduler(self.problem).step(windows, plan.barriers, plan.joins), spans=False).step_s
+        return self.play(
+            Scheduler(self.problem, self.chunk_bytes).step(windows, plan.barriers, plan.joins), spans=False
+        ).step_s
 
 
 class Playback:
@@ -183,7 +192,9 @@ class Playback:
         self.moving: tuple[Lane, ...] = ()  # the lanes in which one is in flight
         self.collectives: Queue[int] = Queue()
         self.phase: Phase = "latency"  # of the first collective
-        self.drive = Drive([t for t in transfers if t.read_s is not None])
+        self.drive = Drive()
+        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # before the first step
+        self.ahead = [simulator.reading(read) for read in reads(ahead)]
         self.now = 0.0
         self.region_end = IDLE  # of the region under way
         self.step = Timeline()
@@ -200,10 +211,13 @@ class Playback:
         ] = {}  # event of a join -> the copies that it marks, by number
 
     def play(self) -> Timeline:
-        self.drive.begin(self.now)
         for item in self.items:
             if isinstance(item, Transfer) and item.op.next_step:
+                if item.op.ring is not None:
+                    self._read(self.simulator.reading(item.op))
                 self._issue(item)
+        for reading in self.ahead:
+            self._read(reading)
         previous: tuple[float, ...] = ()
         for _ in range(MOST_STEPS):
             begin, self.step = self.now, Timeline(peak_bytes=self.live)
@@ -219,7 +233,7 @@ class Playback:
             rest = [queue.left for queue in self.lanes.values()] + [self.drive.left]
             left = [0.0 if seconds == IDLE else seconds for seconds in rest]
             sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
-            state = (length, *sums, *left, *(len(queue.ops) for queue in self.lanes.values()), self.drive.used)
+            state = (length, *sums, *left, *(len(queue.ops) for queue in self.lanes.values()), len(self.drive.ops))
             if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
             previous = state
@@ -241,6 +255,8 @@ class Playback:
                 self._start_collective()
         elif isinstance(item, Finish):
             self._advance_to(self.collectives, item.collective)
+        elif isinstance(item, Reading):
+            self._read(item)
         else:
             lane = self.lanes[_moves(item)]
             self.marks[item.event] = lane, lane.issued
@@ -252,6 +268,12 @@ class Playback:
     def _issue(self, transfer: Transfer) -> None:
         self.lanes[transfer.use].issue(transfer, transfer.op.weight)
         self._start_copy(transfer.use)
+
+    def _read(self, reading: Reading) -> None:
+        """A read is issued, which waits for all copies issued so far."""
+        copied = self.lanes["copy"]
+        self.drive.issue(reading, copied.issued)
+        self.drive.begin(self.now, copied.ended)
 
     def _stall(self, item: Stall) -> None:
         for weight in item.weights:
@@ -345,7 +367,7 @@ class Playback:
         if lane.left != IDLE or not lane.ops:
             return
         transfer = lane.ops[0]
-        if self._wants_engine or (transfer.read_s is not None and not self.drive.ready):
+        if self._wants_engine or (transfer.op.ring is not None and not self.drive.ready):
             return
         lane.start, lane.left, self.moving = self.now, transfer.copy_s, (*self.moving, moves)
         self.live += transfer.nbytes
@@ -355,17 +377,18 @@ class Playback:
         transfer, self.moving = self.lanes[moves].end(), tuple(m for m in self.moving if m != moves)
         self.arrival[transfer.op.weight] = self.now
         self._record(moves, transfer.name, self.lanes[moves].start)
-        if transfer.read_s is not None:
-            self.drive.release(transfer)
-            self.drive.begin(self.now)
+        if transfer.op.ring is not None:
+            self.drive.leave()
+        if self.drive.ops:
+            self.drive.begin(self.now, self.lanes["copy"].ended)
         if self._wants_engine and not self.moving:
             self._start_exchange()
         self._start_copy(moves)
 
     def _end_read(self) -> None:
-        start, transfer = self.drive.start, self.drive.end()
-        self._record("read", transfer.name, start)
-        self.drive.begin(self.now)
+        start, reading = self.drive.start, self.drive.end()
+        self._record("read", reading.name, start)
+        self.drive.begin(self.now, self.lanes["copy"].ended)
         self._start_copy("copy")
 
     def _start_collective(self) -> None:
@@ -414,6 +437,8 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
             waits = []
         if isinstance(op, Copy):
             yield simulator.transfer(op)
+        elif isinstance(op, Read):
+            yield simulator.reading(op)
         elif not isinstance(op, Record) or op.event in joins:
             yield op
     yield from _stalls(waits, None)

@@ -39,12 +39,14 @@ class Call:
 
     ``names``: name of a weight in the graph -> its name in the cycle.  ``keep``: name in the cycle -> why it must stay
     on the device, for those that the graph could stream.  ``in_files``: names in the cycle of those in files on the SSD.
+    ``live``: bytes of activations of the call at other sizes, of which each region is planned with at least so many.
     """
 
     cut: Cut
     names: Mapping[str, str]
     keep: Mapping[str, str]
     in_files: frozenset[str] = frozenset()
+    live: int = 0
 
     def problem(self) -> Problem:
         """The problem of the graph, with the names of the cycle."""
@@ -54,7 +56,7 @@ class Call:
 
     def _region(self, region: Region) -> Region:
         weights = tuple(self.names[w] for w in region.weights)
-        return replace(region, weights=weights, block=self._block(region))
+        return replace(region, weights=weights, block=self._block(region), live=max(region.live, self.live))
 
     def _block(self, region: Region) -> str:
         """The block of a region, by the names of its weights: the graph may be that of a block, compiled for another."""

@@ -3,10 +3,10 @@
 Programs that share an arena are unrolled turn by turn: their ops (step.py), in the order in which the host issues them.  A
 turn is the prologue of a cold start and some steps of one program, or some passes over the calls of a cycle.
 
-:func:`edges` says what each op means for the order.  Compute and the lanes are each in order.  A wait comes after the newest
-mark of its event.  A collective starts when compute has reached its start, and compute waits for its end at its finish.
-Nothing else orders collectives: every NCCL communicator has a stream of its own, and gloo runs several at a time.  So the
-order of two collectives counts only if compute completes the first before it issues the second.
+:func:`edges` says what each op means for the order.  Compute, the lanes and the stream of reads are each in order.  A wait
+comes after the newest mark of its event.  A collective starts when compute has reached its start, and compute waits for its
+end at its finish.  Nothing else orders collectives: every NCCL communicator has a stream of its own, and gloo runs several at
+a time.  So the order of two collectives counts only if compute completes the first before it issues the second.
 
 A call of a plan with joins runs in one of two *forms*, in any order: *eager*, as above, or *captured*, as one CUDA graph.
 A captured call has lanes and events of its own: its first copy in each lane waits for the opening of its window only.  Before
@@ -40,7 +40,21 @@ from chunkflow_compile.passes.forms import captured
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Stream, Wait
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evaluate,
+    Evict,
+    Finish,
+    Op,
+    Read,
+    Record,
+    Release,
+    Run,
+    Start,
+    Stream,
+    Transfer,
+    Wait,
+)
 
 from .cycle import Cycle
 from .rewrite import Program, issued
@@ -76,6 +90,16 @@ class Issued(NamedTuple):
     def copy(self) -> Copy | None:
         """The op, if it is a copy."""
         return self.op if isinstance(self.op, Copy) else None
+
+    @property
+    def read(self) -> Read | None:
+        """The op, if it is a read."""
+        return self.op if isinstance(self.op, Read) else None
+
+    @property
+    def ring(self) -> int | None:
+        """The byte of the ring at which it begins, if it is a read or a copy out of the ring."""
+        return getattr(self.op, "ring", None)
 
     @property
     def serves(self) -> int | None:
@@ -136,7 +160,8 @@ class _Clocks(NamedTuple):
     """Where each op is on compute, which is in order: the newest op there that happens ``before`` it, and the first that
     happens ``after`` it, both itself if it is there.  ``lane``: the first op of its lane, itself if it is in none.
 
-    Ops of two lanes are ordered through compute only, and so is a collective, which is in no order of its own.
+    Ops of two lanes are ordered through compute only, and so is a collective, which is in no order of its own.  For reads,
+    which wait for copies and copies for them, see :func:`newest`.
     """
 
     before: list[int]
@@ -170,6 +195,14 @@ def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
                 yield mark, i
         elif isinstance(op, Finish):
             yield from ((begun, i) for name in each.collectives for begun in running.pop(name, ()))
+
+
+def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
+    """For each of unrolled ops, the newest op of a stream that happens before it, or that it is; -1 if there is none."""
+    found = [i if each.stream == stream else -1 for i, each in enumerate(ops)]
+    for first, then in edges(ops):  # by the second one
+        found[then] = max(found[then], found[first])
+    return found
 
 
 class HappensBefore:
@@ -248,7 +281,7 @@ def issued_by(program: Program) -> Iterator[Issued]:
     for node, ops in issued(program):
         reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
         for op in ops:
-            if isinstance(op, Copy | Wait | Record | Evict):
+            if isinstance(op, Transfer | Evict):
                 yield Issued(op, _label(op, node))
             elif not isinstance(op, Release):
                 ends = isinstance(op, Finish) and not is_wait_tensor(node)
@@ -261,6 +294,8 @@ def _label(op: Op, node: Node | None = None) -> str:
     """The label of a transfer op.  ``node``: of a program, None for a prologue."""
     if isinstance(op, Copy):
         return f"prefetch({op.weight!r})"
+    if isinstance(op, Read):
+        return f"read({op.weight!r}, chunks {op.first} to {op.end - 1})"
     if isinstance(op, Evict):
         return f"evict({op.weight!r})"
     if isinstance(op, Wait) and op.stream == "compute":

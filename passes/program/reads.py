@@ -1,110 +1,145 @@
-"""Reads: the copies of a cycle that read the drive, and the proof that none finds other bytes in the ring than its own.
+"""Reads: the proof that no copy finds other bytes in the ring than those of its own read.
 
-The reader takes the order from here, and so does the proof; the slots in the ring are those of ``passes/ring.py``.  It is
-proved for a cold start and for a jump to each call, over what is fetched first and two passes, that
+It is proved for a cold start and the passes after it, and where programs take turns, that
 
-* the drive is read in the order in which the copies are issued,
-* a read stays within the ring, and has room there for all blocks of the file that it touches,
-* a read waits for copies of earlier reads only, so that reads and copies never wait for each other, and
-* a read goes into no bytes that a copy may still use: it waits for every earlier copy of them.
+* a read goes to a block of the ring, with room for all blocks of the file that it touches,
+* a read comes after every copy out of its bytes that was issued before it, and
+* a copy out of the ring comes after its read, which is the newest one that was issued into these bytes.
 
-Captured calls copy in the same order.
+Reads and copies wait for each other in one way only: a read is directly followed by its event, the copy out of its bytes
+directly follows the wait for that event, and a read waits for an event that a copy has just recorded.  So prologues find the
+event of each read, captured calls and weights in host memory need no reads, and a stream of the host knows where the event
+that it waits for was recorded.
+
+A copy that waits for no read reads its file itself.  A jump to a call reads again what a pass has read there for later
+copies, in the same order, and so does a cold start.  All copies that were issued before it come before these reads.  Captured
+calls have no reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
-from chunkflow_compile.passes.step import Copy, Op, copies
+from chunkflow_compile.passes.names import LANES
+from chunkflow_compile.passes.ring import BLOCK, room
+from chunkflow_compile.passes.step import Copy, Op, Read, Record, Wait
 
 from .cycle import Cycle
-from .happens_before import HappensBefore
+from .happens_before import HappensBefore, newest
 
 
-@dataclass(frozen=True)
-class Reads:
-    """The copies that read the drive from a call on: ``first``, then ``repeated`` from ``begin`` on, again and again."""
+@dataclass
+class _Held:
+    """Bytes of the ring up to ``end``, after a read at an index.  ``copied``: the indices of the copies out of them."""
 
-    first: tuple[Copy, ...]
-    repeated: tuple[Copy, ...]
-    begin: int
-
-    def passes(self, count: int) -> Iterator[Copy]:
-        """The reads of a start at the call and of ``count`` passes."""
-        around = (*self.repeated[self.begin :], *self.repeated[: self.begin])
-        return chain(self.first, *(around for _ in range(count)))
-
-
-def reads_from(cycle: Cycle, call: int, drive: Collection[str]) -> Reads:
-    """The reads from a cold start at a call, or a jump to it, on.  ``drive``: names of the weights on the drive."""
-    if not drive:
-        return Reads((), (), 0)
-    calls = [_reads(ops, drive) for ops in cycle.ops]
-    return Reads(
-        first=_reads(cycle.prologue(call, jumps=True), drive),
-        repeated=tuple(chain.from_iterable(calls)),
-        begin=sum(map(len, calls[:call])),
-    )
-
-
-def _reads(ops: Iterable[Op], drive: Collection[str]) -> tuple[Copy, ...]:
-    return tuple(copy for copy in copies(ops) if copy.weight in drive)
+    read: Read
+    index: int
+    end: int
+    copied: list[int] = field(default_factory=list)
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     """The violations of a cycle in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
-    plan = cycle.plan
-    weights = {w.name: w for w in plan.streamed}
-    drive = {w.name for w in cycle.problem.weights if w.source.file and w.name in weights} - plan.pulled
-    if not drive:
+    yield from _check_neighbours(cycle)
+    yield from check_ring(order)
+    if any(each.read for each in order.ops):
+        yield from _check_prologues(cycle, order)
+
+
+def check_ring(order: HappensBefore) -> Iterator[str]:
+    """The violations of unrolled programs in the ring, as sentences."""
+    if all(each.ring is None for each in order.ops):
         return
-
-    def nbytes(op: Copy) -> int:
-        return plan.nbytes(weights[op.weight], op.first, op.end)
-
-    for call in range(len(cycle.calls)):
-        reads = reads_from(cycle, call, drive)
-        if call == 0:
-            yield from _check_order(reads, order, drive)
-        capacity = ring_bytes([nbytes(op) for op in reads.repeated])
-        unrolled = list(reads.passes(order.steps))
-        yield from _check_ring(call, unrolled, [nbytes(op) for op in unrolled], capacity)
-
-
-def _check_order(reads: Reads, order: HappensBefore, drive: Collection[str]) -> Iterator[str]:
-    copied = [each.op for each in order.ops if each.serves is not None]
-    expected = [(op.weight, chunk) for op in _reads(copied, drive) for chunk in range(op.first, op.end)]
-    read = [(op.weight, chunk) for op in reads.passes(order.steps) for chunk in range(op.first, op.end)]
-    for number, (ours, theirs) in enumerate(zip(read, expected, strict=False)):
-        if ours != theirs:
-            mine, wanted = (f"chunk {chunk} of {weight}" for weight, chunk in (ours, theirs))
-            yield f"read {number} of the drive brings {mine}, but the copy that takes it is of {wanted}"
-            return
-    if len(read) != len(expected):
-        yield f"{len(read)} chunks are read from the drive, but {len(expected)} are copied"
-
-
-def _check_ring(call: int, reads: Sequence[Copy], sizes: Sequence[int], capacity: int) -> Iterator[str]:
-    """Reads into a ring of ``capacity`` bytes, each of so many bytes, after a start at a call."""
-    ring, slots = Ring(capacity), list[RingSlot]()
-    for number, (op, nbytes) in enumerate(zip(reads, sizes, strict=True)):
-        slots.append(slot := ring.slot(nbytes))
-        if slot.begin < 0 or slot.end > capacity or slot.end - slot.begin < room(nbytes) or slot.begin % BLOCK:
-            yield f"{op.weight}: {_read_text(op)} goes to bytes {slot.begin} to {slot.end} of a ring of {capacity}"
-        if slot.after > number:
-            yield f"{op.weight}: {_read_text(op)} waits for a copy that comes after its own (from call {call} on)"
-        for earlier in range(slot.after, number):
-            if slots[earlier].begin < slot.end and slot.begin < slots[earlier].end:
+    weights = [{w.name: w for w in turn.plan.streamed} for turn in order.turns]
+    newest_read, newest_copy = newest(order.ops, "read"), newest(order.ops, "copy")
+    held = list[_Held]()
+    for i, each in enumerate(order.ops):
+        if (read := each.read) is not None:
+            if (weight := weights[each.turn].get(read.weight)) is None:
+                continue  # check_readers tells of it
+            nbytes = order.turns[each.turn].plan.nbytes(weight, read.first, read.end)
+            end = read.ring + room(nbytes)
+            if read.ring < 0 or read.ring % BLOCK:
+                yield f"{read.weight}: {each} begins at byte {read.ring} of the ring, where no block does"
+            over = [other for other in held if other.read.ring < end and read.ring < other.end]
+            for other in over:
+                if any(copy > newest_copy[i] for copy in other.copied):
+                    name = other.read.weight
+                    yield (
+                        f"{read.weight}: {each} overwrites bytes of the ring that the copy of {name} may still use; "
+                        f"missing edge: prefetch({name!r}) -> {each.label}"
+                    )
+            held = [*(other for other in held if other not in over), _Held(read, i, end)]
+        elif (copy := each.copy) is not None and copy.ring is not None:
+            mine = next((other for other in held if _serves(other.read, copy)), None)
+            if mine is None:
+                yield f"{copy.weight}: {each} takes bytes of the ring that hold no read of them"
+                continue
+            mine.copied.append(i)
+            if mine.index > newest_read[i]:
                 yield (
-                    f"{op.weight}: {_read_text(op)} goes to bytes of the ring that the copy of {_read_text(reads[earlier])} "
-                    f"may still use (from call {call} on); "
-                    f"missing edge: copy of {reads[earlier].weight} -> read of {op.weight}"
+                    f"{copy.weight}: {each} may copy before its bytes are read; missing edge: "
+                    f"{order.ops[mine.index].label} -> {each.label}"
                 )
-                return
 
 
-def _read_text(op: Copy) -> str:
-    return f"read({op.weight!r}, chunks {op.first} to {op.end - 1})"
+def _serves(read: Read, copy: Copy) -> bool:
+    return (read.weight, read.first, read.end, read.ring) == (copy.weight, copy.first, copy.end, copy.ring)
+
+
+def _check_neighbours(cycle: Cycle) -> Iterator[str]:
+    """Check, in each call, what is directly next to the reads, to the copies out of the ring and to their events."""
+    neighbours = list(_neighbours(cycle))
+    recorded = Counter(op.event for _, op, _ in neighbours if isinstance(op, Record))
+    awaited = Counter(op.event for _, op, _ in neighbours if isinstance(op, Wait))
+    marked = dict[int, Read]()  # by its event
+    for _, op, after in neighbours:
+        if isinstance(op, Read):
+            if isinstance(after, Record) and after.stream == "read" and recorded[after.event] == 1:
+                marked[after.event] = op
+            else:
+                yield f"{op.weight}: a read is not directly followed by an event of its own"
+    for before, op, after in neighbours:
+        match op:
+            case Record(stream="read") if not isinstance(before, Read):
+                yield f"event {op.event} of the stream of reads is not directly after a read"
+            case Wait(stream="read") if before != Record("copy", op.event):
+                yield f"a read waits for event {op.event}, which copies do not record directly before"
+            case Wait() if (read := marked.get(op.event)) is not None:
+                own = isinstance(after, Copy) and _serves(read, after) and op.stream == after.stream == "copy"
+                if not own or awaited[op.event] > 1:
+                    yield f"{read.weight}: its read is awaited elsewhere than directly before the copy out of its bytes"
+            case Copy() if op.ring is not None and not (isinstance(before, Wait) and before.event in marked):
+                yield f"{op.weight}: a copy out of the ring is not directly after the wait for its read"
+
+
+def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
+    """The ops that each call issues, with those before and after."""
+    for call in cycle.ops:
+        yield from zip((None, *call), call, (*call[1:], None), strict=False)
+
+
+def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
+    """Check that a start at each call reads again what is read ahead of its copies there in the second of two passes, with
+    the same events, after all copies that were issued before."""
+    marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
+    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the fewest that the device may have
+    ahead, expected = list[Read](), dict[int, list[Read]]()
+    for each in order.ops:
+        if each.step == 1:
+            expected.setdefault(each.call, [*ahead])
+        if each.read is not None:
+            ahead.append(each.read)
+        elif (copy := each.copy) is not None:
+            ahead = [read for read in ahead if not _serves(read, copy)]
+    earlier = next(each for each in order.ops if each.copy and each.ring is not None)
+    for call in range(len(cycle.calls)):
+        first = cycle.prologue(call, lanes, jumps=call > 0)
+        ops = [earlier, *(earlier._replace(op=op) for op in first)]
+        again = [op for op in first if op.stream == "read" and not isinstance(op, Wait)]
+        if again != [op for read in expected[call] for op in (read, marks[read])]:
+            yield f"a start at call {call} does not read what is read ahead there in a pass"
+        if any(each.read and copied < 0 for each, copied in zip(ops, newest(ops, "copy"), strict=True)):
+            yield f"a start at call {call} reads into the ring before all earlier copies out of it have ended"

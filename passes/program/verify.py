@@ -14,7 +14,7 @@ checked in several sequences of eager and captured calls, which stand for all se
 * Inputs, regions and collectives are those of the traced graph, in its order and on the same values (fidelity.py).
 * A jump to a call of a cycle fetches first what is on its way or in use there in a pass without jumps, in the same
   order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
-* Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
+* Reads of the drive go into no bytes of the ring that an earlier copy may still use, and copies wait for them (reads.py).
 * Compute and collectives keep out of each other's memory, and no op reads a value after its release, except the region
   that takes it (collectives.py).
 * The calls of a repeated region write each output completely, and overwrite nothing that is read elsewhere (repeats.py).
@@ -44,7 +44,7 @@ from .cycle import Cycle
 from .fidelity import check_data_flow, check_operands, check_order, check_readers
 from .happens_before import EAGER, FORMS, Form, HappensBefore, issued_by
 from .memory import Memory, program_memory
-from .reads import check_reads
+from .reads import check_reads, check_ring
 from .repeats import check_repeats
 from .rewrite import Program
 
@@ -53,8 +53,8 @@ CHECKED_STEPS = 2
 # version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
 # the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
 # program names; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take the
-# values that they are the last to read, and repeated regions.
-VERSION = 10
+# values that they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to them.
+VERSION = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,8 @@ def verify(program: Program | Cycle) -> Proof:
 def verify_together(*programs: Program | Cycle) -> None:
     """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
     orders = orders_of((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
-    _raise_violations("The programs are not safe in one arena", chain.from_iterable(map(check_turns, orders)))
+    violations = chain(chain.from_iterable(map(check_turns, orders)), check_ring(orders[0]))
+    _raise_violations("The programs are not safe in one arena", violations)
 
 
 def orders_of(turns: Sequence[Program | Cycle], steps: int) -> list[HappensBefore]:

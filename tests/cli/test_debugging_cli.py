@@ -53,13 +53,13 @@ class TestDebuggingCli(TestCase):
         """And, on stderr, what each stage took and what was proved."""
         with contextlib.redirect_stderr(io.StringIO()) as said:
             shown = cli("dump", *self.target("block"), "--annotate", "--verbose")
-        took = r"planned +\d\.\d\d s\n.*verified +\d\.\d\d s +2 steps, 82 ops, 97 edges; rules 10"
+        took = r"planned +\d\.\d\d s\n.*verified +\d\.\d\d s +2 steps, 82 ops, 97 edges; rules 11"
         assert re.search(took, said.getvalue(), re.S)
         self.assertExpectedInline(
             shown,
             """\
 # proved: no weight is read before it has arrived, or overwritten before its last reader
-# (2 steps, 82 ops, 97 edges; rules 10)
+# (2 steps, 82 ops, 97 edges; rules 11)
 #                                                                                               #         cost    window          slot       bytes  slack or work
 arg0_1: float32[4, 32]
 blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks

@@ -152,18 +152,27 @@ class Wide(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def test_the_smallest_budget_of_a_generation() -> None:
-    """That of whole blocks, which a pipeline compiles; less is refused with the minimum."""
+def test_a_generation_in_slices() -> None:
+    """The smallest budget is that of slices; with it, they are planned, and less is refused with the minimum."""
     cut = cut_of(InTurn(Wide() for _ in range(2)), torch.randn(1, 512, 64))
     component = Component(
         name="transformer", weights=cut.problem.total_bytes, small=0, activations=None, calls=1, cut=cut
     )
     machine = load_profile("rtx-4090-pcie")
-    least = least_budget([component], machine)
-    mine = generations([component], machine, least)["chunkflow"][0]
-    assert mine.bytes <= least and mine.activations == cut.problem.live_bytes
-    with pytest.raises(ChunkflowError, match=f"its activations take up to {size(mine.activations)}, .*Give memory="):
-        generations([component], machine, least - 64)
+    least, whole = (least_budget([replace(component, split=split)], machine) for split in ("auto", 1))
+    assert least < budget_for(cut.problem.live_bytes) < whole, "whole blocks need more for activations alone"
+    ways = generations([component], machine, least)
+    mine, plain = ways["chunkflow"][0], ways["plain"][0]
+    assert mine.bytes <= least and mine.activations < plain.activations / 2
+    limits = Limits(budget=least, card=machine.name, card_bytes=machine.memory_bytes)
+    assert re.search(r"transformer: blocks run in \d+ slices of the tokens", generation_tables(ways, limits))
+    halved = generations([replace(component, split=2)], machine, 2 * whole)["chunkflow"][0]
+    assert halved.notes == ("blocks run in 2 slices of the tokens",), "as the user says"
+    assert not generations([component], machine, 2 * whole)["chunkflow"][0].notes
+    for split in ("auto", 1, 2):
+        each = replace(component, split=split)
+        with pytest.raises(ChunkflowError, match=r"its activations take up to .*Give memory="):
+            generations([each], machine, least_budget([each], machine) - 64)
 
 
 def test_a_generation_of_hoisted_weights() -> None:
@@ -229,6 +238,9 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, "--memory", "300KiB")
     assert code == 2 and "--memory 300.0 KiB is too little for " in error and "Give --memory '" in error
     assert "activations take up to" in error
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "--split", "half")
+    assert "argument --split: 'half' is neither auto nor a number of at least 1" in capsys.readouterr().err
     assert run(capsys, "--steps", "1")[2].endswith("--steps must be at least 2.\n")
     assert run(capsys, "--steps", "0")[2].endswith("--steps must be at least 2.\n")
     assert "is not a multiple of 8" in run(capsys, "--height", "63")[2]

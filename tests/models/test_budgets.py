@@ -181,7 +181,8 @@ def test_a_component_that_is_kept_does_not_keep_the_others(quiet: None) -> None:
 
 @pytest.mark.long
 def test_the_advice_can_be_followed(quiet: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Each component has too little at most once, and then there is enough memory for it."""
+    """Each component has too little at most once, or once for each program if its activations are predicted, and then has
+    enough."""
     memory, short = 1024, list[str]()
     for _ in range(6):
         pipe = small_pipeline("flux")
@@ -202,7 +203,7 @@ def test_the_advice_can_be_followed(quiet: None, caplog: pytest.LogCaptureFixtur
         assert "at least memory='" in said and advised > memory, "more than what was too little"
         memory = advised
         remove(pipe)
-    assert len(short[1:]) == len(set(short[1:])) >= 1, short
+    assert short[1:] == ["transformer", "transformer", "text_encoder"], "an embedder, the blocks, the encoder"
     assert budget_of(pipe).total == memory
 
 
@@ -273,7 +274,7 @@ class Pressed(Allocator):
 
 @pytest.fixture
 def pressed(applied: Applied) -> Pressed:
-    return Pressed(*applied(hardware=FAST))
+    return Pressed(*applied(hardware=FAST, split=1))  # slices of so few tokens have other bits on a CPU
 
 
 def test_a_failure_that_passes_does_not_cost_residency_for_good(pressed: Pressed) -> None:

@@ -59,17 +59,12 @@ def test_streamed_weights_draw_the_same_bytes_and_each_digit_is_readable(draw: M
     assert nearest.tolist() == [*range(10)], "the digits of people that are most like each one"
 
 
-def test_a_budget_that_was_exceeded_is_reported_on_a_cpu_too(
-    draw: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_small_budget_is_kept_on_a_cpu_too(draw: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     pipe = draw.load(MODEL)
     chunkflow_compile.compile(pipe, device="cpu", memory="600KiB", lowering="eager", **draw.SMALL)
-    said = "A call of transformer took more than the budget: memory=600.0 KiB is too little"
-    counts = []
     for _ in range(4):
         pipe(range(2), num_inference_steps=2, output_type="pt")
-        counts.append(caplog.text.count(said))
-    assert 1 <= counts[0] <= counts[1] == counts[2] == counts[3] <= 2, "once, and once more if it grows"
+    assert "took more than the budget" not in caplog.text
 
 
 def _drawings(draw: ModuleType, gpu: bool) -> list[Any]:

@@ -13,10 +13,11 @@ import torch
 from adapters import Library
 from conftest import EAGER
 from helpers import Block, InTurn, allocated_peak, check_small, memory_named, small_twins
+from pipelines import WAN, Allocator, Applied, bytes_moved, bytes_read, expected
 from torch.profiler import ProfilerActivity, profile
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, enable_adapters
+from chunkflow_compile import ChunkflowError, enable_adapters, units
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import small_inputs
@@ -218,14 +219,88 @@ def test_blocks_that_are_compiled_by_themselves(options: dict[str, Any]) -> None
     assert {1} < repeats(model)
 
 
+def test_blocks_of_a_larger_size_leave_less_for_weights() -> None:
+    """The plan of all blocks has room for the activations of each size that was called."""
+    model, twin = small_twins("wan", SIZE)
+    options = {"memory": "700KiB", "weight_memory": None, "split": 1}
+    chunkflow_compile.compile(model, dynamic=False, **(SLICED | options))
+    planned = []
+    for size in (FEWER, SIZE, FEWER):
+        for seed in range(4):
+            inputs = small_inputs("wan", size, seed)
+            assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        live = max(p.program.problem.live_bytes for p in chunkflow_compile.programs(model))
+        (cycle,) = chunkflow_compile.cycles(model)
+        assert cycle.plan.device_bytes + live <= 700 << 10
+        planned.append(cycle.plan.device_bytes)
+    assert planned[0] > planned[1] == planned[2]
+
+
 def test_a_budget_that_needs_slices_where_sizes_are_symbolic() -> None:
+    """The graph is compiled for each size, in slices."""
     model = InTurn(Block(64) for _ in range(2)).eval()
-    options = {"memory": "90KiB", "lowering": "eager", "min_bytes": 64}
+    options = {"memory": "100KiB", "lowering": "eager", "min_bytes": 64}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=options)
-    with pytest.raises(
-        Exception, match=r"(?s)is too little: .* sizes of the graph are symbolic: compile .* dynamic=False\."
-    ):
-        run(torch.randn(1, 48, 64))
+    for tokens in (48, 64):
+        x = torch.randn(1, tokens, 64)
+        torch.testing.assert_close(run(x), model(x))
+    assert len(chunkflow_compile.programs(model)) == 2 and min(repeats(model)) > 1
+
+
+# A generation of 128 tokens, without the decoder.
+TOKENS = {"height": 128, "width": 128, "num_inference_steps": 2, "output_type": "latent"}
+
+
+def test_a_pipeline(applied: Applied) -> None:
+    """The transformer of a pipeline is split where the budget has no room for its activations with whole blocks."""
+    pipe, budget = applied(memory="500KiB")
+    phase = budget.phase_of(pipe.transformer)
+    for seed in range(2):
+        assert torch.equal(WAN.generate(pipe, seed, **TOKENS), expected("wan", seed, **TOKENS))
+    assert repeats(pipe.transformer) == {1, 8} and bytes_moved(phase) >= bytes_read(phase) > 0
+    live = max(p.program.problem.live_bytes for p in chunkflow_compile.programs(pipe.transformer))
+    assert phase.activations == live + sum(p.kept for p in budget.phases) == budget.usable - phase.budget + phase.kept
+    text = str(chunkflow_compile.explain(pipe, details=True))
+    assert "transformer: blocks run in 8 slices of the tokens" in text
+    assert f"transformer: activations: {units.size(live)} predicted" in text
+    Allocator(budget, transformer=150_000)
+    assert torch.equal(WAN.generate(pipe, **TOKENS), expected("wan", **TOKENS))
+    assert f"{units.size(live)} predicted, {units.size(150_000)} measured" in str(
+        chunkflow_compile.explain(pipe, details=True)
+    )
+
+
+def test_a_pipeline_with_too_little_memory(applied: Applied) -> None:
+    """Before a weight of the blocks moves it is refused, with the memory in which they run in as many slices as possible."""
+    pipe, _ = applied(memory="400KiB")
+    said = r"memory=400.0 KiB is too little for transformer \(WanTransformer3DModel\): one .* needs .*Call restore"
+    with pytest.raises(ChunkflowError, match=said) as told:
+        WAN.generate(pipe, **TOKENS)
+    moved = {name for p in chunkflow_compile.programs(pipe.transformer) for name in p.buffers}
+    assert not any(name.startswith("blocks") for name in moved)
+    chunkflow_compile.restore(pipe)
+    pipe, _ = applied(memory=memory_named(told.value))
+    got = WAN.generate(pipe, **TOKENS)
+    assert max(repeats(pipe.transformer)) >= 8, "slices of fewer than 16 tokens have other bits on a CPU"
+    torch.testing.assert_close(got, expected("wan", **TOKENS), rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_of_a_pipeline(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
+    """The second size would leave its tokens open: if whole blocks do not fit there, it is compiled by itself, in slices."""
+    pipe, _ = applied(memory="600KiB")
+    for height in (64, 128):
+        assert max(repeats(pipe.transformer), default=1) == 1
+        call = {**TOKENS, "height": height}
+        assert torch.equal(WAN.generate(pipe, **call), expected("wan", **call))
+    assert repeats(pipe.transformer) == {1, 2}
+    assert "is compiled for each size: blocks can be split into slices only at fixed sizes" in caplog.text
+
+
+def test_slices_of_a_pipeline_as_the_user_says(applied: Applied) -> None:
+    """Only of what runs in every step: text encoders stay whole."""
+    pipe, _ = applied(memory="4MiB", split=2)
+    assert torch.equal(WAN.generate(pipe, **TOKENS), expected("wan", **TOKENS))
+    assert repeats(pipe.transformer) == {1, 2} and repeats(pipe.text_encoder) == {1}
 
 
 def two_blocks(name: str) -> tuple[Cut, Settings]:

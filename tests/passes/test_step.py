@@ -14,13 +14,26 @@ from hypothesis import strategies as st
 from problems import CHUNK, problem, small_problems, weight
 from torch.fx import Graph
 
-from chunkflow_compile.passes.forms import joined
+from chunkflow_compile.passes.forms import CallEvents, joined, reads_ahead, without_reads
 from chunkflow_compile.passes.ops import folded, transfer_of, unfolded, write
 from chunkflow_compile.passes.placement.policies import next_block_barriers
 from chunkflow_compile.passes.placement.search import barriers
 from chunkflow_compile.passes.plan import Barrier, Windows
 from chunkflow_compile.passes.problem import Problem, Source
-from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Record, Run, Scheduler, Start, Step, Wait, transfers
+from chunkflow_compile.passes.step import (
+    Copy,
+    Evict,
+    Finish,
+    Op,
+    Record,
+    Run,
+    Scheduler,
+    Start,
+    Step,
+    Wait,
+    reads,
+    transfers,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +48,7 @@ class Drawn:
     joins: tuple[int, ...]
 
     def step(self, joins: tuple[int, ...] = ()) -> Step:
-        return Scheduler(self.problem).step(self.windows, self.barriers, joins, kept=True)
+        return Scheduler(self.problem, CHUNK).step(self.windows, self.barriers, joins, kept=True)
 
 
 @st.composite
@@ -54,7 +67,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
     kind = draw(st.sampled_from(["", "newest", "next block"]))
     chosen: tuple[Barrier, ...] = ()
     if kind == "newest":
-        chosen = barriers(found, Scheduler(found).step(windows), lanes)
+        chosen = barriers(found, Scheduler(found, CHUNK).step(windows), lanes)
     elif kind:
         chosen = next_block_barriers(found, moved)
     return Drawn(found, windows, chosen, draw(st.sampled_from([(count,), (1, count)])))
@@ -149,6 +162,11 @@ def test_nodes_carry_all_transfer_ops_with_their_events(found: Drawn) -> None:
     step = found.step()
     named = list(dict.fromkeys(op.event for op in step if isinstance(op, Record | Wait)))
     assert named == list(range(len(named))), "numbered in the order in which they are named"
+    check_nodes(step)
+    check_nodes(in_files(found).step())
+
+
+def check_nodes(step: Step) -> None:
     before, after = transfers(step)
     opened, again = set[int](), list[Op]()
     for ops in (*before.values(), *after.values()):
@@ -161,6 +179,33 @@ def test_nodes_carry_all_transfer_ops_with_their_events(found: Drawn) -> None:
     assert len(again) == sum(not isinstance(op, Run | Start | Finish) for op in step)
 
 
+def in_files(found: Drawn) -> Drawn:
+    """The same with all weights in files that are not pulled."""
+    weights = tuple(replace(w, source=replace(w.source, file=True)) for w in found.problem.weights)
+    return replace(found, problem=replace(found.problem, weights=weights))
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn())
+def test_reads_add_to_a_step_and_change_nothing_of_it(found: Drawn) -> None:
+    """One for each copy that is not a pull, in the order of the copies; each waits for the copy before it in the list."""
+    plain, step = found.step(), in_files(found).step()
+    bare = [replace(op, ring=None) if isinstance(op, Copy) else op for op in without_reads(step, CallEvents.of(step))]
+    marks = {op.event for op in plain if isinstance(op, Record | Wait)}
+    assert [op for op in bare if not isinstance(op, Record) or op.event in marks] == list(plain)
+    copied = [op for op in step if isinstance(op, Copy) and op.stream == "copy"]
+    again = [*reads(reads_ahead(step, 0)), *reads(step)][: len(copied)]
+    assert [(op.weight, op.first, op.end, op.ring) for op in again] == [
+        (op.weight, op.first, op.end, op.ring) for op in copied
+    ]
+    for at, op in enumerate(step):
+        if isinstance(op, Copy) and op.stream == "copy":
+            wait = step[at - 1]
+            assert isinstance(wait, Wait) and wait.event in CallEvents.of(step).reads
+        elif isinstance(op, Wait) and op.stream == "read":
+            assert step[at - 1] == Record("copy", op.event) and isinstance(step[at - 2], Copy)
+
+
 def test_a_small_step() -> None:
     """Two lanes, a barrier at which one weight has no copy that compute has not awaited, and a resident chunk."""
     weights = [
@@ -170,7 +215,9 @@ def test_a_small_step() -> None:
     ]
     found = problem([1, 1], [*weights, weight(3, CHUNK, (0,))], [(1, 1)])
     windows: dict[str, Windows] = {"w0": (1, 1), "w1": (0,), "w2": (1,), "w3": (None,)}
-    step = Scheduler(found).step(windows, [Barrier(collective="c0", weights=("w1", "w2", "w0"))], (2,), kept=True)
+    step = Scheduler(found, CHUNK).step(
+        windows, [Barrier(collective="c0", weights=("w1", "w2", "w0"))], (2,), kept=True
+    )
     assert step == (
         Record("compute", 0),
         Wait("copy", 0),
@@ -225,6 +272,7 @@ def test_few_files_look_at_the_class_of_an_op() -> None:
         "passes/ops.py",
         "passes/placement/timeline.py",
         "passes/program/happens_before.py",
+        "passes/program/reads.py",
         "chunkflow_compile/report/lines.py",
         "chunkflow_compile/runtime/instructions.py",
         "chunkflow_compile/simulate/group_offload.py",

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,11 +31,12 @@ from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.program.cycle import prefetches
+from chunkflow_compile.passes.ring import room
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, ReadOrder
+from chunkflow_compile.runtime.read_ahead import DriveReader, InRing
 from chunkflow_compile.runtime.streams import CallingStream, Engine
 from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.host_store import HostStore
@@ -389,20 +391,68 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     cycle = [DriveBytes(file, 64 * i, 64) for i in range(16)]
     device.stage()
     device.start(True, True)
-    reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
+    reader, slots = DriveReader(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
+    reads, step, read = device.stream("read"), 4 * room(64), [device.read_event() for _ in range(4)]
 
-    def restart_and_copy(begin: int, count: int) -> None:
-        device.copy.run(lambda: reader.reset(ReadOrder([], cycle, begin)))
-        for i in range(begin, begin + count):
-            device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, cycle[i])), None, "copy")
+    def start_and_copy(first: int) -> None:
+        for op in begin:
+            op()
+        for i, at in enumerate(range(0, step, room(64))):
+            reads.run(partial(reader.read, cycle[first + i], at, step))
+            reads.record(read[i])
+            device.copy.wait(read[i])
+            source = InRing(reader, cycle[first + i], at)
+            device.copy.run(partial(device.copy_bytes, slots[first + i], source), None, "copy")
 
-    restart_and_copy(0, 4)
-    restart_and_copy(8, 4)
+    join, handover = device.event(), device.event()
+    begin = [partial(device.copy.record, join), partial(device.compute.wait, join)]
+    begin += [partial(device.compute.record, handover), partial(reads.wait, handover)]
+    start_and_copy(0)
+    start_and_copy(8)
     device.copy.synchronize()
     expected = content.view(16, 64)
     assert torch.equal(slots[8:12], expected[8:12])
     assert torch.equal(slots[:4], expected[:4])
-    reader.stop()
+    copied = device.event()
+    for i in range(2):  # a read after the copy out of its bytes, although the event is recorded again before it waits
+        device.copy.record(copied)
+        reads.wait(copied)
+        reads.run(partial(reader.read, cycle[i], 0, step))
+        reads.record(read[0])
+        device.copy.wait(read[0])
+        device.copy.run(partial(device.copy_bytes, slots[i + 12], InRing(reader, cycle[i], 0)), None, "copy")
+    device.copy.synchronize()
+    assert torch.equal(slots[12:14], expected[:2])
+    device.close()
+
+
+@pytest.mark.parametrize("name", ["read", "copy"])
+def test_the_collector_unpins_memory_on_a_thread_of_ours(name: Literal["read", "copy"]) -> None:
+    """It waits for no copy that waits for this thread, and the step still waits for its copies."""
+    device = CudaDevice(FakeCuda())
+    device.stage()
+    device.start(False, True)
+    reads, read, collects, collected = device.stream("read"), device.read_event(), Event(), Event()
+
+    def collect() -> None:
+        assert collects.wait(WITHIN)
+        device.sync_copies()
+        collected.set()
+
+    def broken() -> None:
+        raise ValueError("a broken copy")
+
+    device.stream(name).run(collect)
+    reads.record(read)
+    device.copy.wait(read)
+    device.copy.run(broken)
+    collects.set()
+    try:
+        assert collected.wait(WITHIN)
+    finally:
+        read.reach(1)  # else a failure would never end
+    with pytest.raises(ChunkflowError, match="A copy to the device failed: a broken copy"):
+        device.copy.end_step()
     device.close()
 
 

@@ -21,7 +21,7 @@ from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.ops import PREFETCH, WAIT
 from chunkflow_compile.passes.program.cycle import Cycle, prefetches, rewritten
 from chunkflow_compile.passes.program.verify import check, verify, verify_call
-from chunkflow_compile.passes.step import Copy, Record, Step, Wait, copies
+from chunkflow_compile.passes.step import Copy, Record, Step, Wait, copies, reads
 
 # Calls in a run: two passes over the longest cycle, and a jump or two.
 CALLS = 9
@@ -50,6 +50,28 @@ def test_random_cycles_give_the_models_numbers_on_every_schedule(
     check_all()
     assert count["cycles"] >= wanted and count["moved"] > 0
     record_property("counts", f"{count['cycles']} cycles, part {part}: {count['runs']} runs, 0 mismatches")
+
+
+def test_random_cycles_on_the_drive_give_the_models_numbers_on_every_schedule(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Every other weight is in a file."""
+    count: Counter[str] = Counter()
+
+    @examples(200, 10)
+    @given(cycles, st.sampled_from([0.0, 0.5]))
+    def check_all(drawn: Drawn, jumps: float) -> None:
+        found = CycleBench(drawn, files=True)
+        verify(found.cycle)
+        check_events(found)
+        read = sum(1 for call in found.cycle.ops for _ in reads(call))
+        count.update(cycles=1, read=read, runs=matches(found, found.turns(jumps, CALLS), found.chosen.seed))
+
+    check_all()
+    assert count["read"] > count["cycles"]
+    record_property(
+        "counts", f"{count['cycles']} cycles: {count['read']} reads per pass, {count['runs']} runs, 0 mismatches"
+    )
 
 
 def check_events(found: CycleBench) -> None:

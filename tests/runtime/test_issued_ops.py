@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,10 +22,11 @@ from chunkflow_compile.passes.ops import PREFETCH
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import issued, source_of
 from chunkflow_compile.passes.program.verify import verify
-from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Record, Release, Run, Start, Wait
+from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Read, Record, Release, Run, Start, Wait
 from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device_base import Device, StepEnd, Waited, Watch
+from chunkflow_compile.runtime.read_ahead import InRing
 from chunkflow_compile.runtime.target import Cost, RunningStep, Target
 from chunkflow_compile.weights.source import Bytes, take
 
@@ -60,6 +62,9 @@ class LoggingStream:
     def synchronize(self) -> None:
         """It is empty."""
 
+    def recover(self) -> None:
+        """Nothing fails."""
+
 
 class LoggingDevice(Device):
     """A device that lists the ops that it is given.  ``ops``: of the calls of ``executor``, which is set before each."""
@@ -72,10 +77,14 @@ class LoggingDevice(Device):
         self.compute, self.copy, self.collective, self._pull = (
             LoggingStream(name, self._log) for name in ("compute", "copy", "collective", "pull")
         )
+        self._reads = LoggingStream("read", self._log)
         self._ends: list[Op] = []  # of the collective whose completion was given last
 
     def _make_pull(self) -> LoggingStream:
         return self._pull
+
+    def _make_reads(self) -> LoggingStream:
+        return self._reads
 
     def event(self) -> object:
         return object()
@@ -89,7 +98,7 @@ class LoggingDevice(Device):
     def close(self) -> None:
         """There are no threads."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes, moves: Lane = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
         """Lists the copy, by the bytes that it writes: resident ones if they are of no window."""
         of = self.target
         assert of is not None
@@ -99,7 +108,7 @@ class LoggingDevice(Device):
                 size = of.program.plan.chunk_bytes
                 first, end = begin // size, -(-(begin + target.numel()) // size)
                 self.ops.append(Copy(moves, name, first, end, None))
-        take(target, source)
+        take(target, source.values() if isinstance(source, InRing) else source)
 
     def _log(self, stream: Any, kind: str, what: Any) -> None:
         of = self.target
@@ -110,6 +119,9 @@ class LoggingDevice(Device):
                 self.ops.append(Record(stream, number) if kind == "record" else Wait(stream, number))
             elif kind == "wait" and what is of.ended:
                 self.ops += self._ends
+        elif stream == "read":
+            if match := re.fullmatch(r"read (.*)\[(\d+):(\d+)\]", what):
+                self.ops.append(Read(match[1], int(match[2]), int(match[3]), 0))
         elif stream == "collective":
             started, self._ends = _of_collective(of, what)
             self.ops += started
@@ -160,10 +172,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggingDevice:
     return made
 
 
-# An op as a device sees it: the copy has no window there, and the wait no weights.
+# An op as a device sees it: the copy has no window there, the wait no weights, and the read no place in the ring.
 def _seen(op: Op) -> Op:
     if isinstance(op, Copy):
         return Copy(op.stream, op.weight, op.first, op.end, None)
+    if isinstance(op, Read):
+        return replace(op, ring=0)
     return Wait(op.stream, op.event) if isinstance(op, Wait) else op
 
 
@@ -180,9 +194,9 @@ def by_stream(ops: Iterable[Op]) -> dict[str, list[tuple[Op, int]]]:
 class Calls:
     """The calls of a cycle on a device, and the ops that are proved for those that have run."""
 
-    def __init__(self, device: LoggingDevice, drawn: Drawn = DRAWN) -> None:
+    def __init__(self, device: LoggingDevice, drawn: Drawn = DRAWN, files: bool = False) -> None:
         self.device = device
-        self.bench = CycleBench(drawn, peers=True)
+        self.bench = CycleBench(drawn, peers=True, files=files)
         self.cycle = self.bench.cycle
         verify(self.cycle)
         assert len(self.cycle.ops) == 2
@@ -209,7 +223,7 @@ class Calls:
 
 def test_what_is_issued_is_what_is_proved(device: LoggingDevice) -> None:
     """Two passes after a cold start, a jump, a rewritten weight, and a jump with one."""
-    calls = Calls(device)
+    calls = Calls(device, files=True)
     weight = next(w.name for w in calls.cycle.plan.streamed if w.first_use < w.last_use)
     calls.run(0, stale=None)
     for number in (1, 0, 1):
@@ -221,12 +235,12 @@ def test_what_is_issued_is_what_is_proved(device: LoggingDevice) -> None:
     calls.run(0, stale={weight}, jumps=True)
     assert by_stream(device.ops) == by_stream(calls.proved)
     assert {type(op) for op in device.ops} == set(Op.__args__)
-    assert {op.stream for op in device.ops} == {"compute", "copy", "pull", "collective"}
+    assert {op.stream for op in device.ops} == {"compute", "copy", "pull", "collective", "read"}
 
 
 def test_several_rows_repeat_each_region_before_its_weights_are_evicted(device: LoggingDevice) -> None:
     """In each kind of call: all other ops are issued once, as they are proved."""
-    calls = Calls(device, ALONE)
+    calls = Calls(device, ALONE, files=True)
     weight = next(w.name for w in calls.cycle.plan.streamed if w.first_use < w.last_use)
     calls.run(0, 3, stale=None)
     for number in (1, 0, 1):

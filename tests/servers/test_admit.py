@@ -19,6 +19,7 @@ from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, pro
 from chunkflow_compile.catalog.families import FAMILIES
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.passes.pipeline import Settings, make_cut
+from chunkflow_compile.passes.placement.splitting import REPEATS
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.runtime.device_base import Device
 from chunkflow_compile.servers import admit as admit_module
@@ -60,7 +61,7 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
         assert phase.predicted_s is not None
         assert answer.fits and answer.step_s == pytest.approx(branches * phase.predicted_s, rel=0.1)
         planned = cycles(pipe.transformer)[0].cycle.plan.device_bytes
-        assert answer.device_bytes == pytest.approx(planned, rel=0.1) and answer.activation_bytes == 0
+        assert answer.device_bytes - answer.activation_bytes == pytest.approx(planned, rel=0.1)
         assert answer.total_s >= request["num_inference_steps"] * answer.step_s
     assert answer.host_bytes > 10**6 and answer.budget == 2 << 20
     same = [admit(pipe, **sizes_of(request)).to_json() for _ in range(2)]
@@ -74,10 +75,10 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
 
 
 def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
-    """What does not fit, with activations as on a GPU, which counts them; and what is no request."""
-    for forecast in pipe.__dict__["_chunkflow_admitter"].forecasts.values():
-        forecast[0].activations = (1 << 20, 2 << 20, 3 << 20)
-    answer = admit(pipe, **sizes)
+    """What does not fit, neither in slices; and what is no request."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Forecast, "activations_at", lambda *_: 2 << 20)
+        answer = admit(pipe, **sizes)
     assert not answer.fits and "give compile at least memory=" in answer.reason and "no: " in str(answer)
     multiple = 4 if type(pipe).__name__ == "FluxPipeline" else 16  # of these small ones
     for wrong, says in (
@@ -95,8 +96,8 @@ def test_an_answer_follows_from_three_traces(monkeypatch: pytest.MonkeyPatch) ->
     """Between their sizes, a step of both branches takes what a trace of that size would; asked here or elsewhere."""
     problems = {rows: blocks_problem(4, compute=rows + rows**2 / 64) for rows in (16, 32, 48, 64)}
     chosen = Settings(hardware=MACHINE, chunk_bytes=CHUNK)
-    forecast = _Forecast(chosen, (16, 32, 64), tuple(problems[n] for n in (16, 32, 64)), (0, 0, 0))
-    monkeypatch.setattr(Admitter, "_traced", lambda *_: forecast)
+    forecast = _Forecast(chosen, (16, 32, 64), tuple(problems[n] for n in (16, 32, 64)))
+    monkeypatch.setattr(Admitter, "_traced", lambda *_: (forecast,))
     monkeypatch.setattr(admit_module, "_tokens", lambda shape: shape.width)
     pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
     sizes = {**sizes_of({**SMALL_PIPELINES["wan"].call}), "width": 48 * 8}
@@ -149,19 +150,25 @@ def test_it_traces_the_call_that_the_pipeline_makes(name: str, expand: bool) -> 
     assert inputs["timestep"].ndim == 1 + expand
 
 
-def test_activations_are_those_alive_in_compiled_regions() -> None:
-    """Also at a size that was not traced, between those that were."""
+def test_activations_are_those_alive_in_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at a size that was not traced, between those that were; in as few slices as the budget needs."""
     pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
-    admitter = replace(Admitter.of(pipe), counted=True)
-    given = {**admitter.defaults, **SMALL_PIPELINES["wan"].call, "height": 64, "width": 64}
-    shape = admitter._shape(given)
-    forecast = admitter.trace(shape)
-    assert forecast.activations == tuple(problem.live_bytes for problem in forecast.problems)
-    assert min(forecast.activations) > 0
+    admitter = Admitter.of(pipe)
+    sizes = {**sizes_of({**SMALL_PIPELINES["wan"].call}), "height": 128, "width": 192}
+    shape = admitter._shape({**admitter.defaults, **sizes})
+    (whole,), slices = (admitter.trace(shape, repeats) for repeats in (REPEATS[:1], REPEATS[1:]))
     between = replace(shape, width=3 * shape.width // 2)
     build = partial(FAMILIES["wan"].model_and_inputs, admitter.config, between, admitter.dtype)
     problem = make_cut(replace(trace_without_weights(build, 1, 2048, admitter.dtype), fused=False)).problem
-    assert forecast.activations_at(admit_module._tokens(between)) == pytest.approx(problem.live_bytes, rel=0.05)
+    assert whole.activations_at(admit_module._tokens(between)) == pytest.approx(problem.live_bytes, rel=0.05)
+    known = {REPEATS[:1]: (whole,), REPEATS[1:]: slices}
+    monkeypatch.setattr(Admitter, "_traced", lambda _, __, repeats: known[repeats])
+    needed = [each.least + each.problems[1].live_bytes for each in (whole, *slices)]
+    assert needed[-1] < 0.8 * needed[0] and len(slices) > 2
+    for usable, each in ((needed[0], whole), (needed[0] - 1, slices[0]), (needed[-1], slices[-1])):
+        answer = replace(admitter, usable=usable, forecasts={}).admit(**sizes)
+        assert answer.fits and answer.activation_bytes == each.problems[1].live_bytes
+    assert not replace(admitter, usable=min(needed) - 1, forecasts={}).admit(**sizes).fits
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "hunyuanvideo", "qwen-image"])

@@ -13,31 +13,37 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from conftest import OPTIONS as SLOW
+from conftest import WITHIN
+from fake_cuda import FakeCuda
 from helpers import Stack, Tabled, in_memory, load_stack, save_stack, stack_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from surviving import fail_at
 from torch import nn
+from torch._dynamo.utils import counters
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
+from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.runtime.read_ahead import Reading
+from chunkflow_compile.passes.step import reads
+from chunkflow_compile.runtime.read_ahead import InRing
 from chunkflow_compile.units import size
 from chunkflow_compile.weights import drive, limits
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import HostMemory
+from chunkflow_compile.weights.source import WeightFile
 
 SIZE = Size(layers=1)
 LEAST = 1024
@@ -103,15 +109,15 @@ def planned_reads(plan: Plan, drive: list[HostBuffer]) -> int:
 @contextlib.contextmanager
 def counted_reads() -> Iterator[list[int]]:
     """The bytes that copies take from the drive are added to the last number of the list."""
-    plain, taken = Reading.acquire, list[int]()
+    plain, taken = InRing.values, list[int]()
 
-    def acquire(self: Reading) -> tuple[torch.Tensor, float]:
-        values, at = plain(self)
-        taken[-1] += values.numel()
-        return values, at
+    def values(self: InRing) -> torch.Tensor:
+        found = plain(self)
+        taken[-1] += found.numel()
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reading, "acquire", acquire)
+        patch.setattr(InRing, "values", values)
         yield taken
 
 
@@ -167,6 +173,17 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
     assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
 
 
+def test_a_model_that_shares_the_graph_of_one_in_memory(saved: Path) -> None:
+    """It is planned for its own weights in files, and nothing is compiled again."""
+    twin, model = in_memory(load_stack(str(saved))), offload(load_stack(str(saved)), min_bytes=LEAST, host_memory=0)
+    steps(compiled(offload(load_stack(str(saved)), min_bytes=LEAST)), twin)
+    run, lowered = compiled(model), counters["stats"]["unique_graphs"]
+    steps(run, twin)
+    assert counters["stats"]["unique_graphs"] == lowered
+    (program,) = programs(model)
+    assert {op.weight for op in reads(program.program.ops)} == {w.name for w in program.plan.streamed}
+
+
 @pytest.mark.parametrize(("scratch", "by_kind"), [(False, True), (True, False)])
 def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
     model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
@@ -205,6 +222,37 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
     steps(model, twin)
 
 
+@pytest.mark.parametrize("device", ["threads", "cuda"])
+def test_two_sizes_and_a_write_where_the_host_runs_ahead(placed: tuple[nn.Module, nn.Module], device: str) -> None:
+    model, twin = placed
+    options = {**OPTIONS, "debug": ["poison", "threads"] if device == "threads" else "poison"}
+    if device == "cuda":
+        options["arena"] = FakeCuda(copy_s=1e-4).arena()
+    run: Any = torch.compile(model, backend="chunkflow", options=options)
+    for number in range(12):
+        if number == 8:
+            for m in placed:
+                m.get_parameter(NAME).mul_(2)
+        x = torch.randn(4 + 2 * (number % 2), 8)
+        for _ in range(1 + number % 3):
+            assert torch.equal(run(x)[0], twin(x)[0])
+    assert {op.weight for op in reads(programs(model)[-1].program.ops)} > {NAME}, "its reads are still in the program"
+
+
+def test_a_write_that_fails_between_two_sizes(placed: tuple[nn.Module, nn.Module]) -> None:
+    """The weight has left the drive with its old values.  The program that was not bound again still reads it there."""
+    model, twin = placed
+    run: Any = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    inputs = [torch.randn(rows, 8) for rows in (4, 4, 6, 6)]
+    for x in inputs:
+        assert torch.equal(run(x)[0], twin(x)[0])
+    with pytest.warns(UserWarning, match=f"{NAME} is written"), pytest.raises(RuntimeError):
+        model.get_parameter(NAME).add_(torch.ones(3, 7))
+    assert not buffers(model)[NAME].source.file
+    for x in inputs:
+        assert torch.equal(run(x)[0], twin(x)[0])
+
+
 def test_a_drive_that_fails_and_a_checkpoint_that_changes(
     placed: tuple[nn.Module, nn.Module], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +266,42 @@ def test_a_drive_that_fails_and_a_checkpoint_that_changes(
     os.utime(saved, ns=(1, 1))
     with pytest.raises(ChunkflowError, match=f"{CHANGED}: load the model again"):
         run(**stack_inputs(1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_read_ahead_that_fails_fails_no_other_model(
+    saved: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = FakeCuda().arena() if device == "cuda" else Arena("cpu")
+    models, twin = [load_stack(str(saved)) for _ in range(2)], in_memory(load_stack(str(saved)))
+    first, second = [
+        torch.compile(
+            offload(model, min_bytes=LEAST, host_memory=0),
+            backend="chunkflow",
+            fullgraph=True,
+            options={**OPTIONS, "arena": arena},
+        )
+        for model in models
+    ]
+    for run in (first, second, first):
+        steps(run, twin)
+    last = [*reads(programs(models[0])[0].program.ops)][-1]  # for the next step
+    source = buffers(models[0])[last.weight].backing.bytes
+    assert source is not None
+    file, begin, plain, failed = source.file, source.offset + 4096 * last.first, WeightFile.read, Event()
+
+    def read(self: WeightFile, target: torch.Tensor, offset: int) -> None:
+        if self is file and offset == begin and not failed.is_set():
+            failed.set()
+            raise ChunkflowError("the file cannot be read")
+        plain(self, target, offset)
+
+    arena.streams.stream("read").synchronize()  # what the step before has read ahead
+    monkeypatch.setattr(WeightFile, "read", read)
+    inputs = stack_inputs(0)
+    assert torch.equal(first(**inputs)[0], twin(**inputs)[0]) and failed.wait(WITHIN)
+    for run in (second, first):
+        steps(run, twin)
 
 
 def test_a_drive_that_is_ten_times_slower_than_planned(

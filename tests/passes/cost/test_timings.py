@@ -58,7 +58,7 @@ def test_sums_equal_the_measured_sums(compute: list[float], collectives: list[fl
     simulator = Simulator(PROBLEM, MACHINE, CHUNK, seen)
     assert sum(simulator.compute_s) == pytest.approx(sum(compute))
     assert sum(simulator.collective_s) == pytest.approx(sum(collectives))
-    resident = simulator.play(Scheduler(PROBLEM).step({}))
+    resident = simulator.play(Scheduler(PROBLEM, CHUNK).step({}))
     assert resident.step_s == pytest.approx(sum(compute) + sum(collectives))
     by_key: dict[str, set[float]] = {}
     for region, seconds in zip(PROBLEM.regions, simulator.compute_s, strict=True):

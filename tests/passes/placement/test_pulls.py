@@ -40,7 +40,7 @@ def on_devices(found: Problem, ranks: int, *names: str) -> Problem:
 
 
 def play(found: Problem, windows: dict[str, tuple[int | None, ...]], machine: Hardware = NVLINK) -> Timeline:
-    return Simulator(found, machine, CHUNK).play(Scheduler(found).step(windows))
+    return Simulator(found, machine, CHUNK).play(Scheduler(found, CHUNK).step(windows))
 
 
 def test_a_pull_takes_the_bytes_of_the_others_and_its_own() -> None:

@@ -16,7 +16,7 @@ from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import END_OF_CALL, Simulator, Timeline
 from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
-from chunkflow_compile.passes.problem import Problem, Source
+from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.step import Scheduler, order
 from chunkflow_compile.report.story import changes
@@ -28,7 +28,7 @@ LATE = {"collective_latency_s": 1 * US}
 
 def play(found: Problem, windows: dict[str, Windows], **change: object) -> Timeline:
     machine = replace(MACHINE, **change)  # type: ignore[arg-type]
-    return Simulator(found, machine, CHUNK).play(Scheduler(found).step(windows))
+    return Simulator(found, machine, CHUNK).play(Scheduler(found, CHUNK).step(windows))
 
 
 def test_a_copy_that_compute_hides_costs_nothing() -> None:
@@ -138,7 +138,7 @@ def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
     found = problem([20, 20], [weight(0, 8 * CHUNK, (0,)), weight(1, 8 * CHUNK, (1,))], [(1, 10)])
     machine = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0)
     link = [
-        link_of(s.play(Scheduler(p).step({})), s)
+        link_of(s.play(Scheduler(p, CHUNK).step({})), s)
         for p in (found, on_engines(found))
         for s in (Simulator(p, machine, CHUNK),)
     ]
@@ -170,30 +170,43 @@ def test_a_copy_beside_compute_slows_compute_alone() -> None:
     assert busy.step_s == pytest.approx((1.5 + 4.5 + 9) * US) and busy.exposed_s == 0
 
 
+def on_drive(index: int, chunks: int) -> Weight:
+    """A weight in a file, which the second region reads."""
+    return replace(weight(index, chunks * CHUNK, (1,)), source=Source(file=True))
+
+
 @pytest.mark.parametrize(("chunk_us", "step_us"), [(1, 10), (2, 10), (4, 16)])
 def test_the_drive_reads_ahead_of_the_copies(chunk_us: int, step_us: int) -> None:
     """Reads of 4, 8 or 16 a step: ahead of the copies, across the end of the step."""
-    found = problem([5, 5], [replace(weight(0, 4 * CHUNK, (1,)), source=Source(file=True))])
-    played = play(found, {"w0": (0,) * 4}, drive_bandwidth=CHUNK / (chunk_us * US))
+    found = problem([5, 5], [on_drive(0, 2), on_drive(1, 2)])
+    played = play(found, {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (chunk_us * US))
     assert played.step_s == pytest.approx(step_us * US)
     assert played.exposed_s == pytest.approx((step_us - 10) * US)
     assert played.copy_s == pytest.approx(4 * US), "the link is free while the copy waits for its bytes"
 
 
 def test_a_copy_that_waits_for_the_drive_holds_up_those_after_it() -> None:
-    """Two weights of 2, one on the drive: its read of 12 a step decides the step, and the other one's copy comes after."""
-    drive, other = replace(weight(0, 2 * CHUNK, (1,)), source=Source(file=True)), weight(1, 2 * CHUNK, (1,))
-    slow = play(problem([5, 5], [drive, other]), {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (6 * US))
+    """Weights of 1, 1 and 2, the first two on the drive: their reads of 12 a step decide the step, and the other one's copy
+    comes after."""
+    found = problem([5, 5], [on_drive(0, 1), on_drive(1, 1), weight(2, 2 * CHUNK, (1,))])
+    windows: dict[str, Windows] = {"w0": (0,), "w1": (0,), "w2": (0,) * 2}
+    slow = play(found, windows, drive_bandwidth=CHUNK / (6 * US))
     assert slow.step_s == pytest.approx(12 * US) and slow.copy_s == pytest.approx(4 * US)
-    fast = play(problem([5, 5], [drive, other]), {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (4 * US))
+    fast = play(found, windows, drive_bandwidth=CHUNK / (4 * US))
     assert fast.step_s == pytest.approx(10 * US) and fast.exposed_s == 0
 
 
 def test_compute_beside_a_copy_that_waits_for_the_drive_is_not_slowed() -> None:
-    found = problem([5, 5], [replace(weight(0, 2 * CHUNK, (1,)), source=Source(file=True))])
-    played = play(found, {"w0": (0,) * 2}, compute_slowdown=2.0, drive_bandwidth=CHUNK / (6 * US))
-    # the copy of 2 stretches the compute beside it from 1 to 2; the drive decides the step
+    found = problem([5, 5], [on_drive(0, 1), on_drive(1, 1)])
+    played = play(found, {"w0": (0,), "w1": (0,)}, compute_slowdown=2.0, drive_bandwidth=CHUNK / (6 * US))
+    # the copies of 2 stretch the compute beside them from 1 to 2; the drive decides the step
     assert played.step_s == pytest.approx(12 * US)
+
+
+def test_a_single_read_waits_for_its_own_copy() -> None:
+    """It has the same bytes of the ring in every step."""
+    played = play(problem([5, 5], [on_drive(0, 2)]), {"w0": (0,) * 2}, drive_bandwidth=CHUNK / (6 * US))
+    assert played.step_s == pytest.approx((12 + 2) * US)
 
 
 def test_steps_are_played_until_they_repeat() -> None:
@@ -225,19 +238,19 @@ def test_compute_waits_at_the_end_of_a_call_for_all_copies_issued_so_far() -> No
         ((1, 3), 17, [(5, 6), (16, 17)]),
         ((2, 3), 16, [(15, 16)]),
     ):
-        played = simulator.play(Scheduler(found).step(windows, joins=joins))
+        played = simulator.play(Scheduler(found, CHUNK).step(windows, joins=joins))
         spans = [(s.start, s.end) for s in played.spans if (s.lane, s.name) == ("join", END_OF_CALL)]
         assert played.step_s == pytest.approx(step_us * US), joins
         assert spans == [pytest.approx((a * US, b * US)) for a, b in waits]
         assert played.exposed_s == pytest.approx(sum(b - a for a, b in waits) * US)
-    resident = [simulator.play(Scheduler(found).step({}, joins=joins)) for joins in ((), (1, 3))]
+    resident = [simulator.play(Scheduler(found, CHUNK).step({}, joins=joins)) for joins in ((), (1, 3))]
     assert resident[0] == resident[1]
 
 
 def test_no_gap_of_the_link_has_a_join_inside() -> None:
     found = problem([5, 5, 5], [], [(1, 2)])
     simulator = Simulator(found, MACHINE, CHUNK)
-    resident = simulator.play(Scheduler(found).step({}))
+    resident = simulator.play(Scheduler(found, CHUNK).step({}))
     apart = [(0, 5), (7, 12), (12, 17)]
     for joins, gaps in (((), [(0, 5), (7, 17)]), ((3,), [(0, 5), (7, 17)]), ((2, 3), apart), ((1, 2, 3), apart)):
         found_gaps = [t / US for gap in link_of(resident, simulator, joins).gaps for t in gap]
