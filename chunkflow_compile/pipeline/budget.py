@@ -345,13 +345,16 @@ class Budget:
         try:
             phase.plan_for(budget)
         except ChunkflowError as error:
-            least = phase.least
+            least, most = phase.least, max(self._sharing(phase), key=lambda p: p.activations)
+            calls, whose = "its calls", "its"
+            if most is not phase:
+                calls, whose = f"calls of {most.name}, with which it takes turns,", "their"
             needs = f", which need {size(least)}" if budget < least else f": {error}"
             raise ChunkflowError(
-                f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
-                f"{size(phase.activations - phase.kept)} beside its weights, activations mostly, so {size(max(0, budget))} "
+                f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): {calls} take "
+                f"{size(most.activations - most.kept)} beside {whose} weights, activations mostly, so {size(max(0, budget))} "
                 f"are left for the weights{needs}. Call restore(pipe), then compile with at least "
-                f"memory={enough(budget_for(least + phase.activations - phase.kept))!r}, or the pipeline with smaller sizes."
+                f"memory={enough(budget_for(least + most.activations - phase.kept))!r}, or the pipeline with smaller sizes."
             ) from error
         if phase.arena.held > budget - phase.kept:
             self._vacate([phase])
