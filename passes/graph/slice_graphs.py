@@ -243,6 +243,7 @@ class Builder:
         """A further placeholder, for the memory of a slice of a node."""
         with self.graph.inserting_after(self._anchor):
             self._anchor = self.graph.placeholder(f"out_{node.name}")
+        self._anchor.target = self._anchor.name  # of several for one node, each is an argument with another name
         self._anchor.meta = {"val": part_of(node, part, self.fake)}
         return self._anchor
 

@@ -251,6 +251,14 @@ def test_a_stream_that_is_returned_or_of_others_is_not_overwritten() -> None:
     assert [w.over for phase in phases(graph, 4, ()) for w in phase.writes] == [None]
 
 
+def test_each_part_of_a_value_is_an_argument_with_its_own_name() -> None:
+    """Two streams of one length, as one: they are kept whole in the end, but no error of Python says so."""
+    graph = graph_of(lambda x, y: (torch.cat([x * 2, y + 1], 1),), (1, TOKENS, WIDTH), (1, TOKENS, WIDTH))
+    (body,) = phases(graph, 4, ())
+    names = [n.target for n in body.module.graph.find_nodes(op="placeholder")]
+    assert len(body.writes) == 2 and len(names) == len({*names})
+
+
 def test_slices_between_aligned_addresses_say_so() -> None:
     """Inductor then reads no vectors.  So are the tokens of HunyuanVideo, whose stream has them in its last stride."""
     graph = graph_of(lambda x: (x.transpose(1, 2).sin() + 1,), (1, WIDTH, 36))
