@@ -235,7 +235,7 @@ def _at_open_sizes(
     graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
 ) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
     """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols,
-    or if the budget has no room for whole blocks, which can be split only at fixed sizes.
+    or if the budget is too small for whole blocks, which can be split only at fixed sizes.
 
     ``fixed``: the names of the weights of such graphs, to which this one's are added.
     """

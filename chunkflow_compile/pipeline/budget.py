@@ -365,9 +365,8 @@ def _bytes_needed(error: BaseException | None) -> int | None:
     while error is not None:
         if isinstance(error, BudgetError):
             return error.needed
-        error = error.__cause__ or getattr(
-            error, "inner_exception", None
-        )  # Dynamo drops the cause of a backend's error
+        # Dynamo drops the cause of a backend's error
+        error = error.__cause__ or getattr(error, "inner_exception", None)
     return None
 
 

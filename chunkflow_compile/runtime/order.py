@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
@@ -85,8 +86,10 @@ class Order:
             key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
         elif key.renew(settings):  # it was planned again for another goal
             self._start_anew(key, lambda cycle: is_optimal_for(cycle, settings))
-        elif not all(has_room_for(cycle, problem.live_bytes, settings.goal) for cycle in self._cycles_with(key)):
-            self._start_anew(key, lambda cycle: has_room_for(cycle, problem.live_bytes, settings.goal))
+        else:
+            fits = partial(has_room_for, live_bytes=problem.live_bytes, goal=settings.goal)
+            if not all(map(fits, self._cycles_with(key))):
+                self._start_anew(key, fits)
         return key
 
     def cycles_of(self, call: CallSite) -> list[BoundCycle]:

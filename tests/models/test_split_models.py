@@ -252,7 +252,7 @@ TOKENS = {"height": 128, "width": 128, "num_inference_steps": 2, "output_type": 
 
 
 def test_a_pipeline(applied: Applied) -> None:
-    """The transformer of a pipeline is split where the budget has no room for its activations with whole blocks."""
+    """The transformer of a pipeline is split if its activations with whole blocks exceed the budget."""
     pipe, budget = applied(memory="500KiB")
     phase = budget.phase_of(pipe.transformer)
     for seed in range(2):
