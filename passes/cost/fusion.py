@@ -124,6 +124,12 @@ class _Kernel:
     strided: set[Node]
     size: int
 
+    def fuse(self, other: _Kernel) -> None:
+        """Run what ``other`` does in this kernel, too."""
+        self.reads |= other.reads
+        self.writes |= other.writes
+        self.strided |= other.strided
+
 
 class _Kernels:
     """The kernels of one region, in an order in which they can run."""
@@ -227,9 +233,7 @@ class _Kernels:
                 continue
             if _runs_between(after, first, second) or _runs_between(after, second, first):
                 continue
-            first.reads |= second.reads
-            first.writes |= second.writes
-            first.strided |= second.strided
+            first.fuse(second)
             groups = [first if kernel is second else kernel for kernel in groups]
             after[first] = (after[first] | after.pop(second)) - {first, second}
             for following in after.values():
