@@ -79,10 +79,9 @@ class Hardware:
     compute_slowdown: float = 1.0
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
-    attention_slowdown: float = 1.83
+    attention_slowdown: float = 2.0
     """Factor, at least 1, by which attention and a collective that runs at the same time stretch each other: the kernels of
-    NCCL occupy multiprocessors and memory bandwidth.  At 2, overlap gains nothing.  By default that of a collective over
-    NVLink: attention took 0.33 ms instead of 0.18 on an A100 (NVIDIA/nccl issue 1428)."""
+    NCCL occupy multiprocessors and memory bandwidth.  At 2, the default, their overlap gains nothing."""
     attention_flops: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of attention in 16 bits by kernel: "cudnn", "fa3", "fa2", "efficient"; "cpu"."""
     attention: str = ""

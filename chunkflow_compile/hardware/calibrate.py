@@ -274,7 +274,7 @@ def _on_one_device(device: torch.device, figures: Mapping[str, Any]) -> Iterator
     yield (
         "attention_slowdown",
         Hardware.__dataclass_fields__["attention_slowdown"].default,
-        f"{_ASSUMED}: assumption, as over NVLink (NVIDIA/nccl issue 1428)",
+        f"{_ASSUMED}: overlap gains nothing, as over NVLink",
     )
     yield _slowed(compute_slowdown(device))
 

@@ -44,7 +44,7 @@ def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
         assert set(profile.sources) == {f.name for f in fields(Hardware)} - NO_FIGURES, name
         assert profile.attention in profile.attention_flops
         assert profile.shared_link == (profile.copy_slowdown > 1)
-        assumed = 2.0 if name == "cpu" else 1.1 if profile.shared_link else 1.83
+        assumed = 1.1 if profile.shared_link and name != "cpu" else 2.0
         assert profile.attention_slowdown == assumed and "assumption" in profile.sources["attention_slowdown"].lower()
         if name != "cpu":
             times = profile.cache_bandwidth / profile.memory_bandwidth
@@ -252,7 +252,7 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
     for name in ("compute_slowdown", "attention_slowdown"):  # older profiles do not have them
         del body[name], body["sources"][name]
     own.write_text(json.dumps(body))
-    assert (load_profile(own).compute_slowdown, load_profile(own).attention_slowdown) == (1, 1.83)
+    assert (load_profile(own).compute_slowdown, load_profile(own).attention_slowdown) == (1, 2)
     del body["chunk_s"]
     own.write_text(json.dumps(body))
     with pytest.raises(ChunkflowError, match=r"own.json: The hardware profile lacks chunk_s"):
