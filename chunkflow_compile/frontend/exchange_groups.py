@@ -91,7 +91,7 @@ def _meet(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
             "same model on all ranks."
         )
     for rank, value in values.items():
-        if value[_FAILED] and rank != group.rank:
+        if value[_FAILED] and not mine[_FAILED]:
             raise ChunkflowError(f"Rank {rank} cannot divide its exchanges: {value[_FAILED]}")
     wanted: dict[int, ExchangeGroups] = {rank: value[_WANTED] for rank, value in values.items()}
     if len({*wanted.values()}) > 1:
