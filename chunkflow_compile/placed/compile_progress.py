@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
+from chunkflow_compile.private_torch.dynamo import callback_handler
 from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.progress import line
 

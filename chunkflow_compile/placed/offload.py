@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from chunkflow_compile.options import Options
@@ -26,6 +25,7 @@ from chunkflow_compile.placed.placement import (
     unwrap,
 )
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
+from chunkflow_compile.private_torch.dynamo import compile_lock
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import Size, parse_bytes, size
 from chunkflow_compile.weights.drive import for_the_drive

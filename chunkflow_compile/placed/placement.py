@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
@@ -24,6 +21,7 @@ from chunkflow_compile.passes.names import Hoist, OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
+from chunkflow_compile.private_torch.dynamo import OptimizedModule, compile_lock, dynamo_timed
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.weights.checkpoint import Mappings

@@ -13,6 +13,7 @@ from torch import nn
 
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, mark_of, state_of
@@ -137,7 +138,7 @@ class CallSite:
             return False
         offloaded = self._offloaded(weights)
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
+            with core.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:

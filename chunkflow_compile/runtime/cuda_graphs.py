@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.counts import Counts
@@ -170,7 +171,7 @@ class CudaGraph:
         """Why it cannot be launched on these inputs, empty if it can."""
         if self.graph is None:
             return "it was dropped"
-        with torch._C.DisableTorchFunctionSubclass():
+        with core.DisableTorchFunctionSubclass():
             if list(map(torch.Tensor.data_ptr, self._in_place(env))) != self._addresses:
                 return "a weight that it reads in place has other memory"
             if not all(map(eq, map(_layout, self._copied(env)), map(_layout, self._inputs))):

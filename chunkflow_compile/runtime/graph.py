@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +23,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.private_torch import core
+from chunkflow_compile.private_torch.dynamo import dynamo_timed
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
@@ -108,7 +109,7 @@ class CompiledGraph:
         """
         inputs = list(args)
         args.clear()
-        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
+        if (mode := core.fake_mode()) is not None:
             return on_fakes(mode, self.codes.graph, inputs)
         if self._tables.positions:
             self._tables.move(inputs)

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import Halves
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 
 from .device import refuse_capture
@@ -219,7 +220,7 @@ class HoistedGraph:
         """Run one step, see :meth:`CompiledGraph.__call__`."""
         if self._halves is None:
             return self._run_whole(args)
-        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
+        if (mode := core.fake_mode()) is not None:
             return on_fakes(mode, self._graph, args)
         preamble, main = self._halves
         if self._tables.positions:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from chunkflow_compile.passes.names import LANES, Lane
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.weights.pieces import Pieces
 
 from .cuda_pulls import pull
@@ -100,7 +101,7 @@ class TorchCuda:
         """Bytes of the device that nothing holds, with nothing in flight and nothing kept for later."""
         torch.cuda.synchronize(self._device)
         # its workspaces are of a stream: captured, one lies in the pool, and the next graph may use its bytes again
-        torch._C._cuda_clearCublasWorkspaces()
+        core.free_cublas_workspaces()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
@@ -134,7 +135,7 @@ class TorchCuda:
                 if collects:
                     gc.enable()
                 # of the pool, like those of any other stream while nothing is captured
-                torch._C._cuda_clearCublasWorkspaces()
+                core.free_cublas_workspaces()
 
 
 # torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
@@ -166,8 +167,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
         graph.capture_end()
     except RuntimeError:
         with contextlib.suppress(RuntimeError):  # else torch 2.11 stays in the pool, and gives no memory back any more
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
+            core.end_pool(device.index, pool)
         raise
 
 
