@@ -1,4 +1,4 @@
-"""What ChunkFlow uses of torch._C, torch's compiled core, without a public function for it.
+"""The functions of torch._C, torch's compiled core, that ChunkFlow uses because torch has no public function for them.
 
 Some builds of torch do not have all of it: what only a GPU or a build with torch.distributed has, is looked up when called.
 """

@@ -1,9 +1,9 @@
-"""What ChunkFlow uses of torch._dynamo, which turns a model into FX graphs.
+"""The names of torch._dynamo, which turns a model into FX graphs, that ChunkFlow uses.
 
 * ``OptimizedModule``: what ``torch.compile(module)`` returns; its ``_orig_mod`` is the module.
 * ``compile_lock``: held while torch compiles, so that no weight changes its place meanwhile.
 * ``callback_handler``: ``end_callbacks`` run after a compilation, ``start_callbacks`` before it.
-* ``InstructionTranslator``: ``current_tx()`` is the frame that is traced; its ``output`` has the graph and the backend.
+* ``InstructionTranslator``: ``current_tx()`` is the frame that is traced; ``output`` holds its graph and its backend.
 * ``GuardFilterEntry``: what a filter of guards is given.
 * ``dynamo_timed``, ``compilation_time_metrics``: torch's timer of compilations, in which the passes count, too.
 * ``BackendCompilerFailed``, ``ShortenTraceback``: errors that reach the user as they are, or around ours.
@@ -49,7 +49,7 @@ def source_name(source: Any) -> str:
 
 
 def backend_of(compiled: Any) -> Any:
-    """The backend of a function that torch.compile returned; None for any other object.
+    """The backend of a function that torch.compile returned, or None for another object.
 
     torch has no function for it: Dynamo's callback is in the closure of the function, and leads to the backend.
     """

@@ -1,4 +1,4 @@
-"""What ChunkFlow uses of torch._inductor, which compiles regions.
+"""The names of torch._inductor, which compiles regions, that ChunkFlow uses.
 
 * ``compile_fx``: compiles a graph; takes ``config_patches``.
 * ``config``: its settings.  ``get_config_copy()`` has all names, ``patch`` sets some for a while.
