@@ -61,10 +61,12 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        self.cuda.trim()  # else the allocator would keep a smaller arena that was freed as unused memory next to the new one
+        # else the allocator would keep the memory of a smaller arena that was freed, unused, next to the new one
+        self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
-            self.cuda.record_stream(memory, lane.stream)  # the model may be garbage-collected while copies are in flight
+            # the model may be garbage-collected while copies are in flight
+            self.cuda.record_stream(memory, lane.stream)
         return memory
 
     def release(self) -> None:
@@ -168,7 +170,8 @@ class CudaDevice(Device):
         self.collect()  # now: reading a thousand events takes milliseconds, and the GPU still has a whole step to run
 
     def collect(self, wait: bool = False) -> None:
-        if self.compute.inherited or (self._left == 0 and not wait):  # no event is read in a step that is timed from outside
+        # no event is read in a step that is timed from outside
+        if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:
             self._clock.collect(wait)

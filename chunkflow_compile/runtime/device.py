@@ -73,7 +73,8 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        if begun is not None:  # always whole: after an unmeasured pass, only the few copies that run into this one are missed
+        # A pass always counts as whole: after an unmeasured pass, only the few copies that run into this one are missed.
+        if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def close(self) -> None:

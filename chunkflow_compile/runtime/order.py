@@ -155,7 +155,7 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next((number for number in places if cycle.keys[number] is key), None)  # first the expected position
+            number = next((number for number in places if cycle.keys[number] is key), None)  # expected first
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:

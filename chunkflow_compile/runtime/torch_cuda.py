@@ -170,7 +170,8 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # else torch 2.11 keeps allocating from the pool, and never returns memory
+        # else torch 2.11 keeps allocating from the pool, and never returns memory
+        with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
 
@@ -233,6 +234,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 def _check(error: Any, device: torch.device) -> None:
     if int(error) == 0:
         return
-    with contextlib.suppress(RuntimeError):  # the runtime raises the error again in the next launch, so launch a kernel here
+    # the runtime raises the error again in the next launch, so launch a kernel here
+    with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")
