@@ -77,7 +77,7 @@ class BoundCycle:
     @property
     def alive(self) -> bool:
         """Whether all weights still exist where they were."""
-        return all((buffer := ref()) is not None and buffer.life is not None for ref in self._refs.values())
+        return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
 
     def can_bind(self) -> bool:
         """Whether it is bound to the memory, or could be."""

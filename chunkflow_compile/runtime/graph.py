@@ -221,7 +221,7 @@ class CompiledGraph:
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.mark_exported_dirty()  # programs copy what was written before they start
+                store.sync_external_writes()  # programs copy what was written before they start
         able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
