@@ -30,6 +30,7 @@ WORDED = (
     "chunkflow_compile/frontend",
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
+    "chunkflow_compile/weights",
 )
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
