@@ -66,7 +66,7 @@ def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow")
     return _noted("copies", f"{alone}, and as if so for {ranks} at once (profile {profile.name})", fix)
 
 
-def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, copies: int = 1) -> Finding:
+def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, copies: int = 1) -> Finding:
     """Whether the streamed weights of a model, which ``ranks`` ranks of this machine share, fit in host memory.
 
     ``read_time``: time to read these weights if they are not in the page cache.  ``copies``: see Machine.host_copies."""
