@@ -1,4 +1,4 @@
-"""``chunkflow why``: one weight's story."""
+"""``chunkflow why``: explains the plan for one weight."""
 
 from __future__ import annotations
 
