@@ -17,8 +17,9 @@ A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
 A frame stores its values as words of two values each, in four rows of h words.  The signs and mantissas of row k are bytes
 k % 2 and k % 2 + 2 of the words in row k // 2 of the signs, and its codes are nibbles k and k + 4 of the words of codes.
 So an op works on two values at once, without a table or a branch, and data that a GPU reads several times is close
-together.  All computation is in int32 until the end.  Inductor generates one kernel for the words and a second one for the escapes, which adds to the result of
-the first.  If two escapes are added to the same word, the sum is exact in either order.
+together.  All computation is in int32 until the end.  Inductor generates one kernel for the words and a second one for the
+escapes, which adds to the result of the first.  If two escapes are added to the same word, the sum is exact in either
+order.
 
 The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
 arguments.  So if the layout of the packed form changes, the op needs a new name; otherwise cached code would read the new
