@@ -27,6 +27,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The packages whose docstrings and comments are worded like the pages.
 WORDED = (
+    "chunkflow_compile/catalog",
+    "chunkflow_compile/lowering",
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
     "chunkflow_compile/weights",
