@@ -28,8 +28,10 @@ PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT 
 # The packages whose docstrings and comments are worded like the pages.
 WORDED = (
     "chunkflow_compile/bench",
+    "chunkflow_compile/catalog",
     "chunkflow_compile/cli",
     "chunkflow_compile/frontend",
+    "chunkflow_compile/lowering",
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
     "chunkflow_compile/report",
