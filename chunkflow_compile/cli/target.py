@@ -101,7 +101,7 @@ class Target:
 
     @cached_property
     def _groups(self) -> GroupChoice | None:
-        """The choice of the number of groups of heads, or None if the number is given."""
+        """The chosen number of groups of heads, or None if the number is given."""
         return groups_for(self.traced, self.settings) if self.settings.goal.exchange_groups == "auto" else None
 
     @property

@@ -98,7 +98,7 @@ def summary_table(
 
 def exchange_sentence(problem: Problem, why: str = "") -> str:
     """Into how many groups of heads the exchanges of attention are divided; empty if they are whole and nothing was chosen.
-    ``why``: of a choice."""
+    ``why``: reason for a chosen number."""
     count = problem.exchange_groups
     if count == 1:
         return f"whole: {why}" if why else ""
