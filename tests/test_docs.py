@@ -26,7 +26,19 @@ from chunkflow_compile.passes.names import STAGES
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The packages whose docstrings and comments are worded like the pages.
-WORDED = ("chunkflow_compile/private_torch",)
+WORDED = (
+    "chunkflow_compile/bench",
+    "chunkflow_compile/catalog",
+    "chunkflow_compile/cli",
+    "chunkflow_compile/frontend",
+    "chunkflow_compile/lowering",
+    "chunkflow_compile/placed",
+    "chunkflow_compile/private_torch",
+    "chunkflow_compile/report",
+    "chunkflow_compile/servers",
+    "chunkflow_compile/simulate",
+    "chunkflow_compile/weights",
+)
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
