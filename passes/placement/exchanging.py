@@ -10,7 +10,8 @@ Which numbers are worth a plan is found with all weights resident, where a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -78,8 +79,13 @@ def _relative(step_s: float, whole_s: float) -> str:
     return f"{step_s / whole_s:.1%}" if whole_s else "100.0%"
 
 
-def given_groups(traced: Traced) -> Iterator[tuple[int, Traced]]:
-    """The graph with each number of groups that it may have, whole exchanges first."""
-    yield 1, traced
-    for count in possible_groups(traced):
-        yield count, in_head_groups(traced, count)
+def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], str]) -> GroupChoice:
+    """The number of groups with which a graph is the problem with the digest ``problem``; 1 if there is none.
+
+    ``digest``: returns the digest of the problem of a graph.
+    """
+    with contextlib.suppress(NoGroups):
+        for count in possible_groups(traced):
+            if digest(in_head_groups(traced, count)) == problem:
+                return GroupChoice(count, "the given plan or times are for them")
+    return GroupChoice(1, "the given plan or times are for whole exchanges")
