@@ -16,6 +16,7 @@ from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import without_reads
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.listing import SLICING
+from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
@@ -100,6 +101,28 @@ class _Compute:
     once: bool = False
 
 
+@dataclass(frozen=True)
+class _Settled:
+    """Elements that are taken out of what a region returned, and then values that are dropped, as one function.
+
+    ``picks``: for each element, the number of its value, that of the whole, and its place there.  ``drops``: numbers.
+    """
+
+    picks: list[tuple[int, int, Any]] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
+
+    def work(self) -> Work:
+        picks, drops = self.picks, self.drops
+
+        def work(env: list[Any]) -> None:
+            for number, whole, element in picks:
+                env[number] = env[whole][element]
+            for number in drops:
+                env[number] = None
+
+        return work
+
+
 class _Compiler:
     """Makes the functions of a step.  ``issues``: those that are complete."""
 
@@ -111,6 +134,7 @@ class _Compiler:
         self._window = 0  # where stalls count: at the region that runs next, after the last one at that
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
         self._computes: list[_Compute] = []
+        self._settled: _Settled | None = None  # the newest of these, which later ops may join
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
 
@@ -136,6 +160,9 @@ class _Compiler:
                 self._issue(_finish(target, _beside(target, node, self._window) if completes else None))
             case Evaluate(stream="collective"):
                 self._issue(_beside(target, node, self._window))
+            case Evaluate() if node.target is getitem:
+                number = target.number
+                self._settle().picks.append((number[node], number[node.all_input_nodes[0]], node.args[1]))
             case Evaluate():
                 self._compute(_Compute(_evaluated(target, node)))
             case Evict():
@@ -146,7 +173,7 @@ class _Compiler:
                 if node is not None:  # the first op of its node is that of a region
                     self._taken = numbers
                 else:
-                    self._compute(_Compute(partial(_drop, numbers)))
+                    self._settle(drops=True).drops.extend(numbers)
 
     def flush(self) -> None:
         """Complete the newest function."""
@@ -157,11 +184,21 @@ class _Compiler:
         if self._reads:
             self.issues.append(_reads(self._target, self._reads))
         self._computes, self._transfers, self._reads = [], [], []
+        self._settled = None
 
     def _compute(self, compute: _Compute) -> None:
         if self._transfers or self._reads or compute.window is not None:
             self.flush()
         self._computes.append(compute)
+        self._settled = None
+
+    def _settle(self, drops: bool = False) -> _Settled:
+        """Where to add an element that is picked, or a value that is dropped, which come after the picks."""
+        if self._settled is None or (self._settled.drops and not drops):
+            settled = _Settled()
+            self._compute(_Compute(settled.work()))
+            self._settled = settled
+        return self._settled
 
     def _transfer(self, op: Record | Wait | Copy) -> None:
         if self._computes or self._reads:
@@ -185,13 +222,13 @@ def _compute(target: Target, computes: Sequence[_Compute]) -> Issue:
     repeated = [each.work for each in computes if not each.once]
 
     def issue(step: RunningStep) -> None:
-        if repeated and step.earlier:
+        if step.earlier and repeated:
             for env in step.earlier:
                 run(partial(_do, repeated, env), None, name)
-        watch = None
-        if window is not None and (windows := step.cost.windows) is not None:
-            watch = RegionWatch(windows, window)
-        run(partial(work, step.env), watch, name)
+        if window is None or (windows := step.cost.windows) is None:
+            run(partial(work, step.env), None, name)
+        else:
+            run(partial(work, step.env), RegionWatch(windows, window), name)
 
     return issue
 
@@ -233,25 +270,33 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
     sources = [source for part in parts for _, source, _ in part.copies]
     nbytes = sum(source.numel() for source in sources)
     pulled = sum(source.from_others for source in sources if isinstance(source, Pieces))
-    device = target.device
-    given: list[tuple[Any, list[Any], list[NamedCopy], list[Any]]]
-    given = [(part.stream, part.waits, part.copies, part.records) for part in parts]
+    device, traffic = target.device, target.traffic
+
+    def timed(part: _Part) -> list[tuple[Callable[[], None], int, str]]:
+        """Of each copy its work, bytes and label."""
+        return [
+            (partial(device.copy_bytes, to, source, cast(Lane, part.stream)), source.numel(), label)
+            for to, source, label in part.copies
+        ]
+
+    given: list[tuple[Any, list[Any], list[NamedCopy], list[tuple[Callable[[], None], int, str]], list[Any]]]
+    given = [(part.stream, part.waits, part.copies, timed(part), part.records) for part in parts]
 
     def issue(step: RunningStep) -> None:
-        timed = step.cost.windows is not None
-        for name, waits, copies, records in given:
+        measured = step.cost.windows is not None
+        for name, waits, copies, works, records in given:
             stream = device.stream(name)
             for event in waits:
                 stream.wait(event)
-            if copies and timed:
-                for to, source, label in copies:
-                    work = partial(device.copy_bytes, to, source, name)
-                    stream.run(work, target.traffic.copy(source.numel(), name), label)
+            if copies and measured:
+                for work, size, label in works:
+                    stream.run(work, traffic.copy(size, name), label)
             elif copies:
                 device.copy_all(copies, name)
             for event in records:
                 stream.record(event)
-        step.cost.add_copies(nbytes, pulled)
+        if nbytes:
+            step.cost.add_copies(nbytes, pulled)
 
     return issue
 
@@ -314,8 +359,8 @@ def _region(target: Target, node: Node, index: int, taken: Sequence[int]) -> _Co
 
     def work(env: list[Any]) -> None:
         inputs = [*take(env)]
-        if taken:
-            _drop(taken, env)
+        for value in taken:
+            env[value] = None
         env[number] = region(inputs)
 
     named = program.plan.regions[program.start + index]
@@ -323,15 +368,13 @@ def _region(target: Target, node: Node, index: int, taken: Sequence[int]) -> _Co
 
 
 def _evaluated(target: Target, node: Node) -> Work:
-    """The work of a node that is no region: a constant, an element of what a region returns, another op, or the outputs."""
+    """The work of a node that is no region, and no element of what one returns: a constant, another op, or the outputs."""
     place, function = target.number, cast(Any, node.target)
     number = place[node]
     if node.op == "get_attr":
         return partial(_put, number, getattr(target.program.module, str(node.target)))
     if node.op == "output":
         return partial(_output, number, _reader(place, cast(Any, node.args[0])))
-    if function is getitem:
-        return partial(_pick, number, place[node.all_input_nodes[0]], node.args[1])
     return partial(_call, number, function, _reader(place, node.args, node.kwargs))
 
 
@@ -341,7 +384,9 @@ def _reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping
     if not kwargs and all(isinstance(a, Node) for a in operands):  # such as those of regions
         take = tuple_getter([number[a] for a in operands])
         return lambda env: (take(env), kwargs)
-    if not kwargs and not any(isinstance(a, (list, tuple, dict, slice)) for a in operands):
+    nested = list[Node]()
+    map_arg([a for a in operands if not isinstance(a, Node)], nested.append)
+    if not kwargs and not nested:  # such as those of collectives
         places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
         return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 
@@ -440,15 +485,6 @@ def _call(number: int, function: Callable[..., Any], read: Reader, env: list[Any
 def _output(number: int, read: Reader, env: list[Any]) -> None:
     """Set the outputs of a step, as a tuple."""
     env[number] = tuple(read(env)[0])
-
-
-def _pick(number: int, whole: int, element: Any, env: list[Any]) -> None:
-    env[number] = env[whole][element]
-
-
-def _drop(numbers: Sequence[int], env: list[Any]) -> None:
-    for number in numbers:
-        env[number] = None
 
 
 def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:

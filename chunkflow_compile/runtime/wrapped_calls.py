@@ -150,4 +150,7 @@ def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[An
     """A function from a sequence to its elements at ``positions``: one call into C, if there are several."""
     if len(positions) > 1:
         return itemgetter(*positions)
-    return lambda values: tuple(values[position] for position in positions)
+    if not positions:
+        return lambda _: ()
+    (position,) = positions
+    return lambda values: (values[position],)
