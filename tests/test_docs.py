@@ -8,13 +8,16 @@ import json
 import pkgutil
 import re
 import runpy
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers import run_python
-from wording import PATTERNS, TERMS, anchor, faults, findings, former, unlinked
+from wording import PATTERNS, TERMS, anchor, faults, findings, former, module_faults, prose_of, unlinked
 
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.options import ALIASES, Options
@@ -22,6 +25,11 @@ from chunkflow_compile.passes.names import STAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The packages whose docstrings and comments are worded like the pages.
+WORDED = (
+    "chunkflow_compile/placed",
+    "chunkflow_compile/private_torch",
+)
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -214,6 +222,19 @@ def test_a_page_is_worded_as_the_field_writes(page: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("package", WORDED)
+def test_docstrings_and_comments_are_worded_as_the_field_writes(package: str) -> None:
+    found = [fault for path in sorted((ROOT / package).rglob("*.py")) for fault in module_faults(path)]
+    assert not found, "\n".join(fault.removeprefix(f"{ROOT}/") for fault in found)
+
+
+def test_a_module_is_read_as_a_page() -> None:
+    source = '''"""A function of
+    its own."""\n\nx = 1  # a line a block\n\n\ndef f() -> None:\n    """``x``: of it."""\n    return "card"\n'''
+    found = [(f.line, f.words) for f in findings(prose_of(source))]
+    assert found == [(1, "of its own"), (4, "a line a block"), (8, "`x`: of")]
+
+
 def test_a_page_with_one_of_each_pattern_has_one_finding_of_each() -> None:
     page = "# A page\n\n" + "\n\n".join(pattern.example for pattern in PATTERNS) + "\n\n```sh\nmake card\n```\n"
     found = findings(page)
@@ -262,7 +283,32 @@ def test_a_change_is_in_few_files() -> None:
         assert all((ROOT / f).exists() or (ROOT / "chunkflow_compile" / f).exists() for f in files), (change, files)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+SCRIPTS = sorted((ROOT / "docs" / "benchmarks").glob("*.py"))
+
+
+def imports(script: Path) -> Iterator[tuple[str, str]]:
+    """The modules that a script imports names from, and the names."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+NEEDS_TRITON = ("chunkflow_compile.hardware.carry",)
+
+
+def test_what_a_benchmark_imports_exists(sources: Sources) -> None:
+    """Names of the package, and of scripts in the same folder."""
+    for script in SCRIPTS:
+        for module, name in imports(script):
+            other = script.parent / f"{module}.py"
+            if module.partition(".")[0] == "chunkflow_compile" and module not in NEEDS_TRITON:
+                assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}"), (script, name)
+            elif other in sources.names:
+                assert name in sources.names[other], (script, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it imports is there; to run it takes minutes."""
     monkeypatch.syspath_prepend(str(script.parent))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.private_torch import dynamo
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ def make_alternative(alternative: str, model: nn.Module, device: torch.device) -
         return model
 
     def call(**inputs: Any) -> Any:
-        with torch._dynamo.config.patch(**limits):
+        with dynamo.config.patch(**limits):
             return model(**inputs)
 
     return call

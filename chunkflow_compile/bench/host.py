@@ -13,9 +13,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch._inductor.codecache import PyCodeCache
 
 from chunkflow_compile.placed.offload import cycles, programs
+from chunkflow_compile.private_torch.inductor import PyCodeCache, autotuner
 from chunkflow_compile.runtime.executor import Executor
 
 # The queue of a stream holds about a thousand kernels and copies; between two launches of Triton's there are at most a few
@@ -91,13 +91,12 @@ class _Paused:
 @contextlib.contextmanager
 def _after_launches(pause: Callable[[], None]) -> Iterator[None]:
     """Generated code calls a kernel by its name in its module, ``triton_poi_fused_add_0.run(...)``."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
+    kernels = autotuner()
     names = [
         (vars(module), name, kernel)
         for module in PyCodeCache.modules
         for name, kernel in vars(module).items()
-        if isinstance(kernel, CachingAutotuner)
+        if isinstance(kernel, kernels)
     ]
     try:
         for module, name, kernel in names:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.slots import Sizes, Slotted, like, plain, slotted
 from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of
+from chunkflow_compile.private_torch.dynamo import OptimizedModule
 
 # The adapter that PEFT is given to choose the class of each layer.
 _PROBE = "chunkflow_probe"

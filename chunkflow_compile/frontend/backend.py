@@ -18,10 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import dynamo_timed
 from torch._guards import TracingContext, tracing
-from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
@@ -82,6 +79,8 @@ from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
 from chunkflow_compile.placed.placement import Placement, placement_of, placements_around, progress_of
 from chunkflow_compile.placed.streamable import refuse_fully_sharded
+from chunkflow_compile.private_torch.dynamo import BackendCompilerFailed, dynamo_timed
+from chunkflow_compile.private_torch.inductor import InductorError
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages

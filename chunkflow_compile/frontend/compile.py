@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
@@ -40,7 +38,7 @@ from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
 from chunkflow_compile.placed.placement import Placement, placement_of, placements_of, unwrap
-from chunkflow_compile.releases import backend_of
+from chunkflow_compile.private_torch.dynamo import backend_of, compile_lock, maybe_mark_dynamic
 from chunkflow_compile.report.record import check_folder
 from chunkflow_compile.units import Size
 

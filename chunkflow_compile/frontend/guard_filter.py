@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._dynamo.types import GuardFilterEntry
 
+from chunkflow_compile.private_torch.dynamo import GuardFilterEntry
 from chunkflow_compile.weights.host_weight import HostWeight
 
 # Of a tensor whose class is in its TENSOR_MATCH too.

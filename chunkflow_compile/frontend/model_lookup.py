@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 
 from chunkflow_compile.frontend.module_search import index_around
 from chunkflow_compile.frontend.preconditions import warn_if_no_module_holds
@@ -15,6 +14,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.placement import Placement, placements_around
+from chunkflow_compile.private_torch.dynamo import compile_lock
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.single_call import SingleCall

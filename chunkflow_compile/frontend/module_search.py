@@ -15,10 +15,10 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.private_torch.dynamo import OptimizedModule
 from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
 
 

@@ -12,10 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import config
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
@@ -29,7 +25,8 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex, filled_by
 from chunkflow_compile.placed.offload import why_nothing_streams
-from chunkflow_compile.releases import source_name
+from chunkflow_compile.private_torch.dynamo import InstructionTranslator, callback_handler, config, source_name
+from chunkflow_compile.private_torch.inductor import compile_fx
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of

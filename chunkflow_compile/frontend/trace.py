@@ -26,7 +26,8 @@ from chunkflow_compile.passes.problem import HOST, Parameter
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights
 from chunkflow_compile.placed.streamable import why_not
-from chunkflow_compile.releases import source_name
+from chunkflow_compile.private_torch import core, dynamo
+from chunkflow_compile.private_torch.dynamo import source_name
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import ranks_of, ranks_together
 from chunkflow_compile.weights.host_buffer import Form, buffer_of
@@ -61,7 +62,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
         return lower_to_aten(graph, example_inputs, compiler)[0]
 
     # each trace is one more compilation of the same code, which no later call uses
-    limits = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
+    limits = dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     with torch.no_grad(), limits:
         try:
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
@@ -114,7 +115,7 @@ def lower_to_aten(
     """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call, and what
     ``compiler`` has returned, which that function calls."""
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = torch._C._is_any_autocast_enabled()  # off while it compiles, and by the wrapper
+    autocast = core.autocasts()  # off while it compiles, and by the wrapper
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:

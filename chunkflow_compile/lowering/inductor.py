@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
-from torch._inductor import config, cpu_vec_isa
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
@@ -24,6 +21,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from chunkflow_compile.hardware.caches import remove_torn
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
+from chunkflow_compile.private_torch.inductor import compile_fx, config, cpu_vec_isa, select_decomp_table
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 # What Inductor asserts in each call of a region: sizes, strides and alignment of its inputs, and of outputs of kernels that

@@ -7,14 +7,13 @@ from subprocess import SubprocessError
 from typing import Any, Literal
 
 import torch
-from torch._inductor.compile_worker.subproc_pool import SubprocException
-from torch._inductor.exc import CppCompileError
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 
 from chunkflow_compile.hardware.caches import check_compile_cache, remove_torn
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.private_torch.inductor import CppCompileError, SubprocException
 from chunkflow_compile.releases import release_of
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from chunkflow_compile.private_torch import core
 
 # Elements that torch casts on the calling thread alone; for more it starts a team of threads.
 _SERIAL = 1 << 15
@@ -44,20 +45,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-@contextlib.contextmanager
-def _unprofiled() -> Iterator[None]:
-    """No profiler sees the ops of this thread: one that records shapes refers weakly to the tensors of each op, and a tensor
-    that is referred to so cannot become a HostWeight."""
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, which no profiler sees: another tensor of the same memory, with the same count of writes."""
-    with _unprofiled():
+    with core.unprofiled():
         return tensor.detach()
 
 
@@ -88,14 +78,9 @@ def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         return part.set_(whole.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
-def uses(tensor: torch.Tensor) -> int:
-    """How many tensors, arrays and storages refer to the memory of a tensor."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
-    with _unprofiled():
+    with core.unprofiled():
         return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.private_torch import core
 
 # Attributes of a HostWeight that come with its values; all others are a user's, and stay with the tensor.
 STATE = {"host", "buffer", "kind", "_is_param"}
@@ -24,7 +25,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     theirs = {**own, **other.__dict__}
     mine, kinds = dict(tensor.__dict__), (type(tensor), type(other))
     steps = (
-        partial(torch._C._swap_tensor_impl, tensor, other),
+        partial(core.swap_values, tensor, other),
         partial(setattr, tensor, "__class__", kinds[1]),
         partial(setattr, other, "__class__", kinds[0]),
         partial(setattr, tensor, "__dict__", theirs),

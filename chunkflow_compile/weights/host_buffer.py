@@ -43,10 +43,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Source
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes, in_one_memory, part_of, place_of, uses
+from .bytes import alias, flat_bytes, in_one_memory, part_of, place_of
 from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages
@@ -150,7 +151,7 @@ class HostBuffer:
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
         """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""
-        return self._is_whole and uses(self.host) <= self._own_uses(view) and not self._copied_from
+        return self._is_whole and core.storage_uses(self.host) <= self._own_uses(view) and not self._copied_from
 
     @property
     def _is_whole(self) -> bool:
@@ -479,7 +480,7 @@ class HostBuffer:
     @property
     def _used(self) -> bool:
         """Whether a program, a view, or an op of another thread has the memory, which must not lose its pages then."""
-        return uses(self.host) > self._uses or bool(self._copied_from)
+        return core.storage_uses(self.host) > self._uses or bool(self._copied_from)
 
     @property
     def is_lent(self) -> bool:
@@ -487,7 +488,7 @@ class HostBuffer:
 
         False where the weight has only a part of its storage: the other parts have users of their own.
         """
-        return not self.compressed and self._is_whole and uses(self.host) > self._uses
+        return not self.compressed and self._is_whole and core.storage_uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
         """The weight gets other memory, which is not on the drive."""

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.private_torch import core
+from chunkflow_compile.private_torch.dynamo import InstructionTranslator, ShortenTraceback
 
 from .bytes import in_one_memory, ordinary, same_place
 from .exchange import STATE
@@ -69,7 +69,7 @@ class HostWeight(torch.Tensor):
     buffer: HostBuffer
     kind: type[torch.Tensor]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = core.disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -90,9 +90,7 @@ class HostWeight(torch.Tensor):
             dtype=host.dtype,
             device=device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(
-            weight
-        )  # C++ that asks for the memory gets an error, not a null pointer
+        core.forbid_data_pointer(weight)
         weight.host = host
         weight.buffer = HostBuffer(host, name=name) if buffer is None else buffer
         weight.kind = torch.Tensor
@@ -118,7 +116,7 @@ class HostWeight(torch.Tensor):
         (host,) = inner.values()
         if isinstance(host, FakeTensor) and _is_for_us():
             offset = host.storage_offset()  # which is that of a DTensor around it
-            with host.fake_mode, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, True):
+            with host.fake_mode, core.view_tracking(False):
                 room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
                 return room.as_strided(size, stride, offset)  # not as a view, which the weight is not
         return HostWeight(host, device)
@@ -322,7 +320,7 @@ class HostWeight(torch.Tensor):
             or not ordinary
             or (self.requires_grad and torch.is_grad_enabled())
             or type(self.host) is not torch.Tensor
-            or torch._C._len_torch_dispatch_stack()
+            or core.dispatch_modes()
         ):
             return super().cpu(memory_format=memory_format)
         return self.plain(self.buffer.export_view(self.host))
@@ -456,5 +454,5 @@ def _refuse(weight: HostWeight, what: str) -> NoReturn:
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
     """Make views that have the version counter of their base, which views made inside a dispatch do not have."""
-    with torch.inference_mode(False), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with torch.inference_mode(False), core.view_tracking(True):
         yield
