@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem, methodcaller
-from typing import Any, cast
+from typing import Any
 
 from torch.fx import Node
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import without_reads
-from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.step import (
     Copy,
     Evaluate,
@@ -222,25 +221,19 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
     pulled = sum(source.from_others for source in sources if isinstance(source, Pieces))
     device, traffic = target.device, target.traffic
 
-    def timed(part: _Part) -> list[tuple[Callable[[], None], int, str]]:
-        """Of each copy its work, bytes and label."""
-        return [
-            (partial(device.copy_bytes, to, source, cast(Lane, part.stream)), source.numel(), label)
-            for to, source, label in part.copies
-        ]
-
-    given: list[tuple[Any, list[Any], list[NamedCopy], list[tuple[Callable[[], None], int, str]], list[Any]]]
-    given = [(part.stream, part.waits, part.copies, timed(part), part.records) for part in parts]
+    given: list[tuple[Any, list[Any], list[NamedCopy], list[Any]]]
+    given = [(part.stream, part.waits, part.copies, part.records) for part in parts]
 
     def issue(step: RunningStep) -> None:
         measured = step.cost.windows is not None
-        for name, waits, copies, works, records in given:
+        for name, waits, copies, records in given:
             stream = device.stream(name)
             for event in waits:
                 stream.wait(event)
             if copies and measured:
-                for work, size, label in works:
-                    stream.run(work, traffic.copy(size, name), label)
+                for to, source, label in copies:
+                    work = partial(device.copy_bytes, to, source, name)
+                    stream.run(work, traffic.copy(source.numel(), name), label)
             elif copies:
                 device.copy_all(copies, name)
             for event in records:
