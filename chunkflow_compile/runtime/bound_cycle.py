@@ -79,7 +79,7 @@ class BoundCycle:
     @property
     def alive(self) -> bool:
         """Whether all weights still exist in the same memory."""
-        return all((buffer := ref()) is not None and buffer.life is not None for ref in self._refs.values())
+        return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
 
     def can_bind(self) -> bool:
         """Whether the cycle is bound to the arena's memory, or could be."""

@@ -99,7 +99,7 @@ class CallSite:
     @property
     def is_stale(self) -> bool:
         """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
-        gone = any(buffer.life is None for buffer in self.buffers.values())
+        gone = any(buffer.token is None for buffer in self.buffers.values())
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property
@@ -133,7 +133,7 @@ class CallSite:
             fill()
         for store in () if again else self._stores:
             if store.exported:
-                store.mark_exported_dirty()
+                store.sync_external_writes()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether the program can run on its weights as they are now.  If not, a new program is needed.

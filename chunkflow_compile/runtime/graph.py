@@ -229,7 +229,7 @@ class CompiledGraph:
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.mark_exported_dirty()  # before programs start, so that they copy the written values
+                store.sync_external_writes()  # before programs start, so that they copy the written values
         able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None

@@ -57,7 +57,7 @@ class SingleCall(BoundCycle):
         self.started = time.monotonic()
         self.folder = code.folder
         died = partial(_weight_died, weakref.ref(arena))
-        self._weights = [weakref.ref(life, died) for buffer in call.buffers.values() if (life := buffer.life)]
+        self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
     def start(self) -> None:
         """Enter the arena and its order, and bind to the arena's memory.  The caller holds the arena's lock.

@@ -17,7 +17,7 @@ from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import Backing, SharedMemory, Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_store import pin_all
-from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room
+from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, PinAllowance, host_memory, no_room
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -155,12 +155,12 @@ def test_what_a_store_may_pin(buffers: list[HostBuffer], monkeypatch: pytest.Mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     most = store.held_bytes + (10 * GIB - memory.reserve) // 2
     told = f"10.00 GiB are free below /sys/fs/cgroup/memory.max, and 3.20 GiB stay in reserve: at most {size(most)}"
-    assert store.room(None) == Room(most, told)
+    assert store.pin_allowance(None) == PinAllowance(most, told)
     buffers[0].pin(Reader())
-    assert store.room(None).left == most - buffers[0].nbytes
-    assert store.room(1000 + buffers[0].nbytes).left == 1000
+    assert store.pin_allowance(None).left == most - buffers[0].nbytes
+    assert store.pin_allowance(1000 + buffers[0].nbytes).left == 1000
     memory = HostMemory(64 * GIB, 0)
-    assert store.room(None).left < store.held_bytes
+    assert store.pin_allowance(None).left < store.held_bytes
     with pytest.warns(
         UserWarning, match=r"could not be pinned after .*0 B are free, and 3.20 GiB stay in reserve: at most 0 B"
     ):
@@ -175,7 +175,7 @@ def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) 
         model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
         buffers, device = buffers_of(model), Reader()
         store = buffers[0].store
-        store.turn, store.agreed = (rank, 3), sum(buffer.nbytes for buffer in buffers[:7]) + 1
+        store.rank_and_count, store.agreed_pin_bytes = (rank, 3), sum(buffer.nbytes for buffer in buffers[:7]) + 1
         with pytest.warns(UserWarning, match="the ranks that share weights pin at most"):
             assert not pin_all(buffers, device, None)
         assert [buffer.pinned for buffer in buffers] == [True] * 7 + [False] * (len(buffers) - 7)
@@ -189,7 +189,7 @@ def one_has_less_room(rank: int) -> None:
     model = offload(small_model("wan", Size(layers=2)), min_bytes=1024, share=True)
     (store,) = {id(buffer.store): buffer.store for buffer in buffers_of(model)}.values()
     memory = HostMemory(64 * GIB, 6 * GIB)
-    assert store.agreed == store.held_bytes + (6 * GIB - memory.reserve) // 2
+    assert store.agreed_pin_bytes == store.held_bytes + (6 * GIB - memory.reserve) // 2
 
 
 def test_what_ranks_pin_is_decided_together(on_ranks: Callable[..., None]) -> None:
@@ -241,10 +241,10 @@ def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: p
     """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
     monkeypatch.setattr("chunkflow_compile.weights.pinning._RETRY_S", 0.0)
     device, store, refused = Reader(), buffers[0].store, list[int]()
-    plain, store.turn = device.pin, (1, 2)
+    plain, store.rank_and_count = device.pin, (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)
     monkeypatch.setattr(host_store, "host_memory", lambda: memory)
-    assert store.room(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2
+    assert store.pin_allowance(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2
 
     def pin(host: torch.Tensor) -> Callable[[], None]:
         if len(refused) < 2:
