@@ -249,11 +249,13 @@ def _code_for(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
-    """The goal with the names of the weights that are compressed and sharded in ``cut``, which it may have left open."""
-    return replace(goal, pack=cut.packed, peers=cut.on_peers)
+    """The goal with the choices that ``cut`` has made, which the goal may have left open: the names of the compressed and of
+    the sharded weights, and the number of groups of heads."""
+    groups = cut.problem.exchange_groups
+    return replace(goal, pack=cut.packed, peers=cut.on_peers, exchange_groups=groups > 1 and groups)
 
 
 def without_call_fields(settings: Settings) -> Settings:
     """The settings without the fields that differ between the sizes of one call, and between calls."""
-    goal = replace(settings.goal, pack=False, peers=False, hoist=False)
+    goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)

@@ -1,0 +1,106 @@
+"""Exchange groups: the ranks of a model agree on the number of groups of heads that they divide exchanges into.
+
+All ranks must divide an exchange in the same way.  If one of them had another number of all-to-alls, data would be mixed up,
+or the other ranks would wait forever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import collective_kind, group_name
+from chunkflow_compile.passes.graph.exchanges import NoGroups, exchanges
+from chunkflow_compile.passes.graph.head_groups import in_head_groups
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import ExchangeGroups
+from chunkflow_compile.passes.pipeline import Settings, groups_for
+from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
+
+# Fields of the record that a rank posts: the value of the option, the number of groups that follows from it on this rank, and
+# the error if exchanges cannot be divided, else None.
+_WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
+_NOTE = "the exchanges of attention are"
+
+
+def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, tuple[str, ...]]:
+    """The number of groups that all ranks use for this graph, or False if it is not divided.  Also notes for the user.
+
+    With "auto", each rank chooses a number, and all ranks use the smallest one.  Raises ChunkflowError, on all ranks, if the
+    ranks pass different values of the option, or if one of them cannot divide its exchanges into the given number of groups.
+    """
+    wanted, exchanged = settings.goal.exchange_groups, _exchanged(traced)
+    if not exchanged:
+        return False, ()
+    groups = [group for name in exchanged if (group := group_named(name)) is not None]
+    if not wanted:
+        _post_none(groups, traced)
+        return False, ()
+    chosen, note, failed = _chosen(traced, settings)
+    for group in groups:
+        chosen = min(chosen, _agree(group, traced, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed and str(failed)}))
+    if failed is not None:
+        raise failed
+    return chosen > 1 and chosen, (note,) if note else ()
+
+
+def _chosen(traced: Traced, settings: Settings) -> tuple[int, str, NoGroups | None]:
+    """The number of groups that this rank chooses, a note on it, and the error if the given number is not possible."""
+    wanted = settings.goal.exchange_groups
+    if wanted == "auto":
+        choice = groups_for(traced, settings)
+        form = f"in {choice.groups} groups of heads" if choice.groups > 1 else "whole"
+        return choice.groups, f"{_NOTE} {form}: {choice.why}", None
+    try:
+        if wanted > 1 and not exchanges(traced.graph.graph):
+            return 1, f"exchange_groups={wanted} changes nothing here: no attention is between all-to-alls", None
+        in_head_groups(traced, wanted)
+    except NoGroups as error:
+        return 1, "", NoGroups(f"exchange_groups={wanted}: {error}")
+    return wanted, f"{_NOTE} in {wanted} groups of heads" if wanted > 1 else "", None
+
+
+def _exchanged(traced: Traced) -> Collection[str]:
+    """The names of the process groups that the all-to-alls in a graph use."""
+    nodes = (node for node in traced.graph.graph.nodes if collective_kind(node) == "all-to-all")
+    return dict.fromkeys(group_name(node) for node in nodes).keys()
+
+
+def _occasion(traced: Traced) -> str:
+    """A key for the store that is equal on all ranks for the same part of a model."""
+    names = "\n".join(parameter.name for parameter in traced.parameters)
+    return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+
+
+def _post_none(groups: Collection[Group], traced: Traced) -> None:
+    """Post that this rank does not divide exchanges, for ranks that do.  It does not wait for them."""
+    for group in groups:
+        with contextlib.suppress(StoreEnded):
+            group.post(_occasion(traced), {_WANTED: False, _GROUPS: 1, _FAILED: None})
+
+
+def _agree(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
+    """The number of groups that the ranks of a process group agree on.  Raises ChunkflowError if they cannot agree.
+
+    ``mine``: the record of this rank.
+    """
+    key = group.post(_occasion(traced), mine)
+    values = group.posted(key, group.timeout.total_seconds())
+    if missing := group.missing(values):
+        raise ChunkflowError(
+            f"{numbers(missing).capitalize()} did not say into how many groups of heads exchanges are divided: compile the "
+            "same model on all ranks."
+        )
+    for rank, value in values.items():
+        if value[_FAILED] and not mine[_FAILED]:
+            raise ChunkflowError(f"Rank {rank} cannot divide its exchanges: {value[_FAILED]}")
+    wanted: dict[int, ExchangeGroups] = {rank: value[_WANTED] for rank, value in values.items()}
+    if len({*wanted.values()}) > 1:
+        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(wanted.items()))
+        raise ChunkflowError(
+            f"The ranks pass different values of exchange_groups ({said}): pass the same on all of them."
+        )
+    return min(int(value[_GROUPS]) for value in values.values())
