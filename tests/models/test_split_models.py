@@ -104,8 +104,8 @@ COMBINED = {
 }
 
 
-# make test combines slices with the first and the last.
-LONG = ("packing, hoisting", "adapters, hoisting")
+# make test combines slices with the first.
+LONG = [*COMBINED][1:]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +231,7 @@ def test_blocks_that_are_compiled_by_themselves(options: dict[str, Any]) -> None
     assert {1} < repeats(model)
 
 
+@pytest.mark.long
 def test_blocks_of_a_larger_size_leave_less_for_weights() -> None:
     """The plan of all blocks has room for the activations of each size that was called."""
     model, twin = small_twins("wan", SIZE)
