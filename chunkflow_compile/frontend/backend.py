@@ -50,6 +50,7 @@ from chunkflow_compile.frontend.preconditions import (
     weights_and_modules,
     with_fixed_batch,
 )
+from chunkflow_compile.frontend.survey import Survey, Unplanned, survey_of
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
@@ -159,11 +160,20 @@ def _lowered(
     progress = progress_of(graph if index.root is None else index.root)
     with progress.compiling():
         compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
-        compiler = replace(compiler, report=progress.say, by_kind=by_kind)
+        survey = survey_of(inputs)
+        compiler = replace(compiler, report=progress.say, by_kind=by_kind, survey=survey)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
             traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
-            compiled, runner = _at_open_sizes(graph, traced, compiler, fixed)
+            try:
+                compiled, runner = _at_open_sizes(graph, traced, compiler, fixed if survey is None else {*fixed})
+            except BudgetError as error:
+                if survey is None:
+                    raise
+                survey.note(error)
+                return Unplanned(graph, error)
+        if survey is not None:
+            return compiled
         progress.compiled(p.name for p in compiler.parameters)
     part, made = compiler.settings.part, runner.programs
     offloaded = frozenset[str]().union(*(program.offloaded for program in made))
@@ -251,12 +261,14 @@ def _at_open_sizes(
             fixed.add(names)
         except BudgetError:
             goal = compiler.settings.goal
-            if not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
+            whole = compiler.survey is not None and compiler.survey.whole
+            if whole or not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
                 raise
             said = (
                 "The graph that reads %s is compiled for each size: blocks can be split into slices only at fixed sizes"
             )
-            _log.warning(said, names[0])
+            if compiler.survey is None:
+                _log.warning(said, names[0])
             fixed.add(names)
     for value in inputs:
         if isinstance(value, torch.SymInt):
@@ -271,7 +283,7 @@ class _Compiler:
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
     being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
     this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: returns the
-    model, or None.  ``by_kind``: see :func:`chunkflow`.
+    model, or None.  ``by_kind``: see :func:`chunkflow`.  ``survey``: in whose call it is compiled, which runs nothing.
     """
 
     chosen: Options
@@ -286,6 +298,7 @@ class _Compiler:
     pieces: int = 0
     slow: frozenset[int] | None = None
     by_kind: bool = False
+    survey: Survey | None = None
     root: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
@@ -349,8 +362,9 @@ class _Compiler:
         self._refuse_pieces(program)
         settings = replace(settings, goal=decided(settings.goal, stage.cut))
         with dynamo_timed("chunkflow.lowering"):
-            regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
-        for note in notes:
+            lowering = chosen.lowering if self.survey is None else "eager"
+            regions = lower_regions(program, lowering, chosen.inductor, self.report, notes.append)
+        for note in notes if self.survey is None else ():
             _log.warning("%s", note)
         code = Code(
             program=program,
