@@ -79,6 +79,9 @@ class Hardware:
     compute_slowdown: float = 1.0
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
+    attention_slowdown: float = 2.0
+    """Factor, at least 1, by which attention and a collective that runs at the same time stretch each other: the kernels of
+    NCCL occupy multiprocessors and memory bandwidth.  At 2, the default, their overlap gains nothing."""
     attention_flops: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of attention in 16 bits by kernel: "cudnn", "fa3", "fa2", "efficient"; "cpu"."""
     attention: str = ""
@@ -320,6 +323,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "copy_slowdown": (1, 100),
     "collective_slowdown": (1, 100),
     "compute_slowdown": (1, 100),
+    "attention_slowdown": (1, 100),
     "pull_slowdown": (1, 100),
     "collective_pull_slowdown": (1, 100),
     "compute_pull_slowdown": (1, 100),

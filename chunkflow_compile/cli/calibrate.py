@@ -96,6 +96,7 @@ def profile_table(profile: Hardware) -> str:
         ("copy during a collective", f"{profile.copy_slowdown:.2f} times as long"),
         ("collective during a copy", f"{profile.collective_slowdown:.2f} times as long"),
         ("compute during a copy", f"{profile.compute_slowdown:.2f} times as long"),
+        ("attention during a collective", f"{profile.attention_slowdown:.2f} times as long"),
     ]
     if profile.peer_bandwidth:
         rows += [

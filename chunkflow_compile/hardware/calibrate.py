@@ -1,8 +1,8 @@
 """Calibration: measure a machine, on the CPU or on CUDA, into a hardware profile.
 
 Every figure is a median of repetitions.  The stages: GEMM and attention rates by dtype, memory bandwidth, the cost of a
-call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once; copies
-of all ranks at once, and their pulls from each other.
+call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once;
+attention beside a collective; copies of all ranks at once, and their pulls from each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.units import size
 
-from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, copier, factor, median_seconds
+from .contention import (
+    LEAST_SLOWDOWN,
+    MIB,
+    attention_slowdown,
+    compute_slowdown,
+    contended_seconds,
+    copier,
+    factor,
+    median_seconds,
+)
 from .loopback import join_loopback
 from .machine import device_name
 from .pulls import Pulls, measure_pulls, pull_figures
@@ -262,11 +271,21 @@ def _on_one_device(device: torch.device, figures: Mapping[str, Any]) -> Iterator
     yield "shared_link", True, f"{_ASSUMED}: assumption"
     yield "copy_slowdown", 2.0, f"{_ASSUMED}: a fair share"
     yield "collective_slowdown", 2.0, f"{_ASSUMED}: a fair share"
+    yield (
+        "attention_slowdown",
+        Hardware.__dataclass_fields__["attention_slowdown"].default,
+        f"{_ASSUMED}: overlap gains nothing, as over NVLink",
+    )
     yield _slowed(compute_slowdown(device))
 
 
 def _slowed(slowdown: float) -> _Figure:
     return "compute_slowdown", round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, "an MLP beside copies"
+
+
+def _attending(slowdown: float) -> _Figure:
+    how = "attention and an all-to-all of 16 MiB at the same time, the harmonic mean of both"
+    return "attention_slowdown", round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, how
 
 
 def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> list[_Figure]:
@@ -336,8 +355,9 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         uncontended_s = median_seconds(device, copy), median_seconds(device, exchange, ROUNDS_BESIDE)
         contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, copy)
         factors = [round(factor(*pair), 2) for pair in zip(contended_s, uncontended_s, strict=True)]
+        beside_attention = attention_slowdown(device, exchange, ROUNDS_BESIDE)
         slowdown = compute_slowdown(device, port, dist.barrier)
-        figures = [*_link_figures(*_line_through(points), *factors), _slowed(slowdown)]
+        figures = [*_link_figures(*_line_through(points), *factors), _attending(beside_attention), _slowed(slowdown)]
         if rank == 0:
             torch.save(figures, Path(folder) / "rank0.pt")
 

@@ -1,4 +1,4 @@
-"""Copies beside other work: how much each slows the other."""
+"""Copies and collectives beside other work: how much each slows the other."""
 
 from __future__ import annotations
 
@@ -97,6 +97,25 @@ def compute_slowdown(
         meet()
         factors.append(factor(contended_seconds(device, blocks, 1, copy)[1], uncontended_s))
     return round(statistics.median(factors), 3)
+
+
+def attention_slowdown(device: torch.device, exchange: Callable[[], object], repeats: int) -> float:
+    """The factor by which attention and a collective stretch each other, which is the same for both in a profile.
+
+    It is the harmonic mean of the two factors: together they then get as much done as was measured.  ``exchange``: the
+    collective; all ranks call it equally often.
+    """
+    host = device.type == "cpu"
+    shape, dtype = ((1, 8, 512, 64), torch.float32) if host else ((1, 24, 8192, 128), torch.bfloat16)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v)
+
+    uncontended_s = median_seconds(device, attend), median_seconds(device, exchange, repeats)
+    contended_s = contended_seconds(device, exchange, repeats, attend)
+    factors = [factor(*pair) for pair in zip(contended_s, uncontended_s, strict=True)]
+    return round(statistics.harmonic_mean(factors), 3)
 
 
 def factor(contended_s: float, uncontended_s: float) -> float:

@@ -18,6 +18,8 @@ def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Har
     """
     rate = link.bandwidth / (ranks if link.shared else 1)
     together = link.bandwidth if link.shared else 0.0
+    # of an exchange, the part in which gloo moves the bytes by the cores that attention takes
+    moving = min(1.0, (link.peers or rate) / hardware.collective_bandwidth)
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
     figures: dict[str, Any] = {
         "h2d_bandwidth": link.bandwidth,
@@ -29,6 +31,7 @@ def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Har
         "shared_link": not link.peers,
         "copy_slowdown": 1.0 if link.peers else 2.0,
         "collective_slowdown": 1.0 if link.peers else 2.0,
+        "attention_slowdown": round(1.0 + moving, 3),
         "peer_bandwidth": link.peers,
         "pull_slowdown": 2.0,
         "collective_pull_slowdown": 2.0,

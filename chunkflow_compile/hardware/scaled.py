@@ -9,6 +9,10 @@ from typing import Protocol
 
 from chunkflow_compile.passes.hardware import Hardware
 
+# The factor by which attention and a collective over PCIe stretch each other, and why.
+ON_PCIE = 1.1
+NO_PCIE_FIGURE = "assumption, not measured: NCCL drives PCIe by few multiprocessors, as in the built-in profiles"
+
 
 class Properties(Protocol):
     """Of a card, as ``torch.cuda.get_device_properties`` gives them.  Clocks in kHz, the bus in bits."""
@@ -67,6 +71,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         "shared_link": "assumption: PCIe carries copies and collectives alike",
         "copy_slowdown": "assumption: a fair share",
         "collective_slowdown": "assumption: a fair share",
+        "attention_slowdown": NO_PCIE_FIGURE,
         "peer_bandwidth": "0: a link between cards is not known",
         "host_bandwidth": "not known: chunkflow calibrate measures it on all cards of the machine at once",
     }
@@ -88,6 +93,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         shared_link=True,
         copy_slowdown=2.0,
         collective_slowdown=2.0,
+        attention_slowdown=ON_PCIE,
         peer_bandwidth=0.0,
         host_bandwidth=0.0,
         sources=sources,

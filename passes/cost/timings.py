@@ -88,7 +88,8 @@ class Timings:
         Collectives are never timed without their latency, so their bandwidth is not measured.  On a shared link it is
         corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
         """
-        seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}"}
+        # What attention and collectives took together is in the measured seconds.
+        seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}", "attention_slowdown": 1.0}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown
         if self.drive_rate is not None:

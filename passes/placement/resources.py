@@ -4,6 +4,8 @@
     SMs           regions; the latency of a            regions one after the other; a copy in flight stretches regions
                   collective, in which ranks meet      and latencies by ``compute_slowdown``, a pull by
                                                        ``compute_pull_slowdown``
+                                                       attention and a collective by kernels stretch each other by
+                                                       ``attention_slowdown``, in both phases of the collective
     collectives   collectives                          one at a time, in the order of their start
     link          copies; the bytes of a collective    at once: a collective stretches a copy by ``copy_slowdown``, a copy
                                                        a collective by ``collective_slowdown``; 2 for both is a fair share
@@ -39,13 +41,20 @@ Op = TypeVar("Op")
 
 
 def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
-    """The factor by which the first of two uses takes longer while the second is in flight, for pairs that meet."""
-    beside = 2.0 if hardware.shared_link else 1.0
+    """The factor by which the first of two uses takes longer while the second is in flight, for pairs that meet.
+
+    A region and a collective meet only if the region is attention and kernels move the bytes of the collective.
+    """
+    beside, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
     return {
         ("region", "copy"): hardware.compute_slowdown,
         ("latency", "copy"): hardware.compute_slowdown,
         ("exchange", "copy"): hardware.collective_slowdown,
         ("copy", "exchange"): hardware.copy_slowdown,
+        ("region", "latency"): together,
+        ("region", "exchange"): together,
+        ("latency", "region"): together,
+        ("exchange", "region"): together,
         ("region", "pull"): hardware.compute_pull_slowdown,
         ("latency", "pull"): hardware.compute_pull_slowdown,
         ("exchange", "pull"): hardware.collective_pull_slowdown,

@@ -107,6 +107,7 @@ class Simulator:
             self.compute_s = timings.regions(problem, self.hardware)
             self.collective_s = timings.collectives(problem, self.collective_s)
         self.by_engine = [c.engine == "copy" for c in problem.collectives]
+        self.attends = [r.cost.op == "attention" for r in problem.regions]
         self.link_s = [min(s, link) for s, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         self.sources = {w.name: w.source for w in problem.weights}
@@ -197,6 +198,8 @@ class Playback:
         self.ahead = [simulator.reading(read) for read in reads(ahead)]
         self.now = 0.0
         self.region_end = IDLE  # of the region under way
+        self.attending = False  # whether that is attention
+        self.attended_s = 0.0  # by which attention has stretched the first collective
         self.step = Timeline()
         self.spans: list[Span] = []
         # Bytes of streamed weights: of each weight in a step, and those in slots now.
@@ -299,11 +302,11 @@ class Playback:
             step.slack[weight] = -waited if waited else reached - self.arrival.get(weight, reached)
 
     def _compute(self, region: int) -> None:
-        start = self.now
+        start, self.attending = self.now, self.simulator.attends[region]
         self.region_end = start + self.simulator.compute_s[region] * self._stretched("region")
         while self.now < self.region_end:
             self._advance()
-        self.region_end = IDLE
+        self.region_end, self.attending = IDLE, False
         self.step.compute_s += self.now - start
         self._record("compute", self.simulator.problem.regions[region].name, start)
 
@@ -316,7 +319,7 @@ class Playback:
     def _advance(self) -> None:
         """Advance to the next end: of the region under way, or of what is first in a queue."""
         collectives, drive, moving = self.collectives, self.drive, self.moving
-        busy = moving and collectives.left != IDLE
+        busy, overlaps = collectives.left != IDLE, self._overlaps
         slower_collective = self._stretched(self.phase) if busy else 1.0
         slower = [self._slower(moves, busy) for moves in moving]
         copies_s = [self.lanes[moves].left * by for moves, by in zip(moving, slower, strict=True)]
@@ -327,6 +330,8 @@ class Playback:
         for moves, by in zip(moving, slower, strict=True):
             self.lanes[moves].left -= delta / by
         collectives.left -= delta / slower_collective
+        if overlaps:
+            self.attended_s += delta - delta / self.stretch[self.phase, "region"]
         drive.left -= delta
         region_rate = self._stretched("region")
         for moves, copy_s in zip(moving, copies_s, strict=True):
@@ -336,7 +341,7 @@ class Playback:
             self._end_read()
         if collective_s == delta:
             self._end_phase()
-        if self.moving != moving:  # the rest of the region runs at another rate
+        if self.moving != moving or self._overlaps != overlaps:  # the rest of the region runs at another rate
             left = (self.region_end - self.now) / region_rate
             self.region_end = self.now + left * self._stretched("region")
 
@@ -345,7 +350,15 @@ class Playback:
         factor = 1.0
         for moves in self.moving:
             factor *= self.stretch[use, moves]
+        if self._overlaps:
+            factor *= self.stretch[("region", self.phase) if use == "region" else (use, "region")]
         return factor
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether attention and a collective by kernels are in flight."""
+        ops = self.collectives.ops
+        return self.attending and bool(ops) and not self.simulator.by_engine[ops[0]]
 
     def _slower(self, moves: Lane, collective: object) -> float:
         """The factor by which the rest of what is in flight stretches a copy.  ``collective``: whether one is."""
@@ -394,7 +407,7 @@ class Playback:
     def _start_collective(self) -> None:
         first = self.collectives.ops[0]
         self.phase = "latency"
-        self.collectives.start = self.now
+        self.collectives.start, self.attended_s = self.now, 0.0
         self.collectives.left = self.simulator.collective_s[first] - self.simulator.link_s[first]
         if not self.collectives.left:
             self._start_exchange()
@@ -412,7 +425,7 @@ class Playback:
         index = self.collectives.end()
         took = self.now - self.collectives.start
         self.step.collective_s += took
-        self.step.inflation_s += took - self.simulator.collective_s[index]
+        self.step.inflation_s += took - self.simulator.collective_s[index] - self.attended_s
         self._record("collective", self.simulator.problem.collectives[index].name, self.collectives.start)
         if self.collectives.ops:
             self._start_collective()

@@ -44,6 +44,8 @@ def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
         assert set(profile.sources) == {f.name for f in fields(Hardware)} - NO_FIGURES, name
         assert profile.attention in profile.attention_flops
         assert profile.shared_link == (profile.copy_slowdown > 1)
+        assumed = 1.1 if profile.shared_link and name != "cpu" else 2.0
+        assert profile.attention_slowdown == assumed and "assumption" in profile.sources["attention_slowdown"].lower()
         if name != "cpu":
             times = profile.cache_bandwidth / profile.memory_bandwidth
             assert f" {times:.1f} times " in profile.sources["cache_bandwidth"], name
@@ -154,6 +156,7 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
     assert card.name in found.name and like in found.sources["gemm_flops"] and found.shared_link
     assert found.host_bandwidth == 0 and "not known" in found.sources["host_bandwidth"]
     assert "fair share" in found.sources["copy_slowdown"] and "fair share" in found.sources["collective_slowdown"]
+    assert found.attention_slowdown == 1.1 and "not measured" in found.sources["attention_slowdown"]
     told = {"memory_bandwidth": card.memory_clock_rate, "cache_bytes": card.L2_cache_size}
     assert all((found.sources[figure] == near.sources[figure]) == (not value) for figure, value in told.items())
     assert (" and clock" in found.sources["gemm_flops"]) == (card.clock_rate > 0)
@@ -230,6 +233,7 @@ ODD = (
     ("link_emulation", {"bandwidth": 1e9, "shared": 5}, "link_emulation.shared must be text, not 5"),
     ("link_emulation", {"bandwidth": 1e9, "order": []}, r"link_emulation.order must be fair or fifo, not \[\]"),
     ("memory_bandwidth", 4800, "memory_bandwidth=4800 is outside .* bytes, seconds"),
+    ("attention_slowdown", 0.5, "attention_slowdown=0.5 is outside 1 .. 100"),
 )
 # And what is said of the profile as a whole.
 ODD_TOGETHER = (
@@ -245,9 +249,10 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
     own.write_text(text.replace('"h200"', '"own"'))
     assert load_profile(own).name == "own" and load_profile(str(own)) == load_profile(own)
     body = json.loads(text)
-    del body["compute_slowdown"]  # older profiles do not have it
+    for name in ("compute_slowdown", "attention_slowdown"):  # older profiles do not have them
+        del body[name], body["sources"][name]
     own.write_text(json.dumps(body))
-    assert load_profile(own).compute_slowdown == 1
+    assert (load_profile(own).compute_slowdown, load_profile(own).attention_slowdown) == (1, 2)
     del body["chunk_s"]
     own.write_text(json.dumps(body))
     with pytest.raises(ChunkflowError, match=r"own.json: The hardware profile lacks chunk_s"):
@@ -314,6 +319,15 @@ def copy_on_own_time(rank: int, *args: Any) -> None:
         calibrate._copy_together(rank, *args)
 
 
+def test_attention_and_a_collective_that_take_turns_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factor is the harmonic mean of both: what they get done together is as measured."""
+    cpu, alone_s = torch.device("cpu"), iter((4e-3, 8e-3))
+    monkeypatch.setattr(contention, "median_seconds", lambda *_: next(alone_s))
+    monkeypatch.setattr(contention, "contended_seconds", lambda *_: (6e-3, 24e-3))
+    found = contention.attention_slowdown(cpu, lambda: None, repeats=3)
+    assert found == 2 and 2 / found == pytest.approx(1 / 1.5 + 1 / 3)
+
+
 @pytest.mark.long
 def test_ranks_that_copy_at_once(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     monkeypatch.setattr(calibrate, "_copy_together", copy_on_own_time)
@@ -350,6 +364,7 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     assert all("--ranks N" in profile.sources[figure] for figure in ("host_bandwidth", "peer_bandwidth"))
     assert profile.h2d_bandwidth == rate and 2 * profile.collective_bandwidth == rate, "half of an exchange crosses"
     assert (profile.copy_slowdown, profile.collective_slowdown, profile.compute_slowdown) == (1, 1, 1)
+    assert profile.attention_slowdown == 1 and "attention during a collective  1.00 times" in shown.out
     assert "measured on" in profile.sources["collective_bandwidth"]
     assert main(["calibrate", "--out", "/nowhere/hw.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err

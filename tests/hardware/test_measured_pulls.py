@@ -149,7 +149,7 @@ def test_figures_of_a_profile(found: Pulls | str, values: tuple[float, ...], sai
 @pytest.mark.parametrize(
     ("rate", "how", "said"),
     [
-        (20e9, "measured", "pulls from all other ranks  20 GB/s"),
+        (20e9, "measured", "pulls from all other ranks     20 GB/s"),
         (0.0, "0: no NVLink", "no pulls from other ranks: no NVLink"),
         (0.0, "not measured, one rank only", None),
     ],

@@ -39,6 +39,7 @@ def test_calibration(tmp_path: Path) -> None:
     assert found.h2d_bandwidth == rate and found.collective_bandwidth == rate and found.chunk_s < 1e-7
     assert found.host_bandwidth == pytest.approx(80e9, rel=1e-3)
     assert (found.copy_slowdown, found.collective_slowdown, found.compute_slowdown) == (1, 1, 1)
+    assert found.attention_slowdown == 1
     why = "a rank pulls 20.38 GB/s from the others, and copies 40 GB/s from host memory"
     assert found.peer_bandwidth == 0 and why in found.sources["peer_bandwidth"]
 

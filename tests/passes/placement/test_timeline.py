@@ -96,6 +96,50 @@ def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
     assert apart.inflation_s == pytest.approx(0, abs=1e-15) and apart.exposed_s == pytest.approx(1 * US)
 
 
+def with_attention(found: Problem, *regions: int) -> Problem:
+    """The problem, of whose regions these are attention."""
+    changed = [
+        replace(r, cost=replace(r.cost, op="attention", attention=r.cost.flops)) if r.index in regions else r
+        for r in found.regions
+    ]
+    return replace(found, regions=tuple(changed))
+
+
+def test_attention_and_a_collective_stretch_each_other() -> None:
+    """A collective of 4 starts with region 1, which takes 6, and is awaited before region 2."""
+    bare = problem([1, 6, 9], [], [(2, 4)])
+    bare = replace(bare, collectives=(replace(bare.collectives[0], before=1),))
+    found, change = with_attention(bare, 1), {"attention_slowdown": 1.5}
+    both = play(found, {}, **change)
+    # Together 6, in which the collective's 4 cross and 4 of the region are done; its last 2 alone.
+    assert both.step_s == pytest.approx((1 + 6 + 2 + 9) * US) and both.compute_s == pytest.approx((1 + 8 + 9) * US)
+    assert both.collective_s == pytest.approx(6 * US) and both.inflation_s == pytest.approx(0, abs=1e-15)
+    # At 2, one after the other is as fast.
+    alone = replace(found, collectives=(replace(found.collectives[0], before=2),))
+    assert play(found, {}, attention_slowdown=2.0).step_s == pytest.approx(play(alone, {}, **change).step_s)
+    late = play(found, {}, **change, collective_latency_s=1 * US)
+    assert late.collective_s == pytest.approx(7.5 * US), "its latency occupies the same kernels"
+    for other in (bare, on_engines(found)):  # no attention, or no kernels
+        assert play(other, {}, **change).step_s == pytest.approx((1 + 6 + 9) * US)
+
+
+def test_attention_is_slower_only_while_a_collective_is_in_flight() -> None:
+    """Two collectives of 1 and 2 in a row run while attention of 9 does; then it goes on alone."""
+    found = with_attention(problem([1, 9, 1], [], [(2, 1), (2, 2)]), 1)
+    found = replace(found, collectives=tuple(replace(c, before=1) for c in found.collectives))
+    played = play(found, {}, attention_slowdown=2.0)
+    assert played.compute_s == pytest.approx((1 + 6 + 6 + 1) * US) and played.collective_s == pytest.approx(6 * US)
+
+
+def test_copies_and_attention_each_stretch_a_collective() -> None:
+    """A copy of 20 and attention, in flight while a collective of 2 is; only the copy counts as inflation."""
+    found = with_attention(problem([1, 30, 1], [weight(0, 20 * CHUNK, (2,))], [(2, 2)]), 1)
+    found = replace(found, collectives=(replace(found.collectives[0], before=1),))
+    played = play(found, {"w0": (1,) * 20}, attention_slowdown=1.5)
+    # The collective takes 2 x 2 x 1.5: 4 of it because of the attention, and half of its other 4 because of the copy.
+    assert played.collective_s == pytest.approx(6 * US) and played.inflation_s == pytest.approx(2 * US)
+
+
 def on_engines(found: Problem, **change: int) -> Problem:
     """The problem with its collectives on copy engines."""
     return replace(found, collectives=tuple(replace(c, engine="copy", **change) for c in found.collectives))  # type: ignore[arg-type]
