@@ -323,7 +323,8 @@ class CallWithProgress:
                 first = shortage(error)
                 if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
                     placement.end_programs(before)  # without memory the call may run again, under smaller plans of them
-                if not self._whole and first is not None:
+                alone = placement.store.peers is None  # else the ranks wait for each other
+                if first is not None and not self._whole and alone:
                     _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
                 raise
 
