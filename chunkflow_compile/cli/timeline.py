@@ -1,4 +1,4 @@
-"""``chunkflow timeline``: a step as a picture, or as a trace for Perfetto."""
+"""``chunkflow timeline``: draws a step as a picture, or writes a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
 from chunkflow_compile.report.pictures import check_picture
-from chunkflow_compile.report.plan_tables import held
+from chunkflow_compile.report.plan_tables import exchange_sentence, held
 from chunkflow_compile.report.record import fine, prose, seconds
 from chunkflow_compile.report.timeline_picture import draw_timeline
 from chunkflow_compile.units import size
@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _stalls_sentence(lanes: Lanes) -> str:
-    """The stalls in a sentence: the picture enlarges the middle by default, and stalls are often at the ends."""
+    """A sentence on the stalls.  It is needed because the picture enlarges the middle by default, and stalls are often at
+    the ends."""
     if not lanes.stalls:
         return "compute waits for no weight"
     waited = sum(s.end - s.start for s in lanes.stalls)
@@ -53,7 +54,8 @@ def _stalls_sentence(lanes: Lanes) -> str:
 
 
 def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str, Plan, HoistingFigures | None]:
-    """The title of the picture, which names the model, the plan, and what it does not show because it is hoisted."""
+    """The title of the picture, which names the model; the plan; and the figures of hoisting, because the picture does not
+    show hoisted weights."""
     if arguments.model.endswith(".json"):
         refuse_options(arguments)
         plan = read_plan(arguments.model)
@@ -61,4 +63,6 @@ def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str,
     target, plan = load_and_plan(arguments, progress)
     hoisted = target.hoisted
     without = "" if hoisted is None else f"; without {size(hoisted.nbytes)} of hoisted weights"
+    if exchanged := exchange_sentence(target.problem, target.why_groups):
+        without += f"; exchanges: {exchanged}"
     return f"{target.title}; {target.where}{without}", plan, hoisted
