@@ -309,8 +309,8 @@ def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
 class CallWithProgress:
     """The calls of a model.  They show the progress of its compilations.
 
-    If a budget is too small for one of its parts, the error is that of the part that needs most.  The programs that a failed
-    call has started end: no plan needs room for activations of sizes that never ran to the end.
+    If a budget is too small for one of its parts, the call raises the error for the part that needs most.  The programs that
+    a failed call has started end, so plans do not count activations of sizes whose calls never succeeded.
     """
 
     def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
@@ -342,7 +342,8 @@ class CallWithProgress:
 
 
 def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -> None:
-    """Raise the error of the part that needs most, as the call has raised that of the ``first`` part, unless they are one."""
+    """Raise the ``largest`` error in the form of ``error``, which the call has raised for the ``first`` part, unless the two
+    are the same."""
     if largest is first:
         return
     if first is error:

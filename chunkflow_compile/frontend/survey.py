@@ -43,7 +43,7 @@ class Survey(FakeTensorMode):
 
 
 class Unplanned:
-    """What Dynamo calls for a part that had too little memory in a survey, also in later ones, which find it in its cache."""
+    """A part that had too little memory in a survey, as Dynamo calls it, also in later surveys from its cache."""
 
     def __init__(self, graph: GraphModule, error: BudgetError) -> None:
         self._graph, self._error = graph, error
@@ -68,8 +68,8 @@ def surveyed(
 ) -> BudgetError:
     """The error of the part of a model that needs most.
 
-    ``call``: of the model, which ended with ``error``.  This is returned if the model cannot run on fake tensors, for example
-    because its forward reads values.  ``whole``: see :class:`Survey`.
+    ``call``: calls the model, and has raised ``error``, which is returned if the model cannot run on fake tensors, as
+    when its forward reads values.  ``whole``: see :class:`Survey`.
     """
     if any(caching_hook(module) is not None for module in model.modules()):
         return error  # it would keep fake tensors for the next call
