@@ -249,6 +249,30 @@ def test_blocks_of_a_larger_size_leave_less_for_weights() -> None:
     assert planned[0] > planned[1] == planned[2]
 
 
+def test_a_failed_call_costs_no_residency() -> None:
+    """The plan of all blocks needs no room for the activations of a size whose call failed after the first blocks had run."""
+    model, twin = small_twins("wan", SIZE)
+    options = {"memory": "700KiB", "weight_memory": None, "split": 1}
+    chunkflow_compile.compile(model, dynamic=False, **(SLICED | options))
+
+    def planned() -> tuple[int, int]:
+        for seed in range(4):
+            inputs = small_inputs("wan", FEWER, seed)
+            assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        (cycle,) = chunkflow_compile.cycles(model)
+        return cycle.plan.device_bytes, len(chunkflow_compile.programs(model))
+
+    def fail(*_: Any) -> None:
+        raise KeyError("of the user")
+
+    before = planned()
+    handle = model.norm_out.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="of the user"):
+        model(**small_inputs("wan", SIZE, 0))
+    handle.remove()
+    assert planned() == before
+
+
 def test_a_budget_that_needs_slices_where_sizes_are_symbolic() -> None:
     """The graph is compiled for each size, in slices."""
     model = InTurn(Block(64) for _ in range(2)).eval()
