@@ -200,6 +200,8 @@ class Executor:
         arena, cold = self.binding.arena, stale is None
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
+        if cold:
+            self.device.recover()  # a copy that failed was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
