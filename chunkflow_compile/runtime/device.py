@@ -46,6 +46,10 @@ class _HostDevice(Device):
     def event(self) -> HostEvent:
         return HostEvent(self.engine.bell)
 
+    def recover(self) -> None:
+        for lane in ("copy", "pull"):
+            self.engine.streams[lane].recover()
+
     def _make_pull(self) -> ThreadStream:
         return self.engine.streams["pull"]
 

@@ -118,6 +118,9 @@ class Device:
             self.pull = self._make_pull()
         return self.pull
 
+    def recover(self) -> None:
+        """Do the copies that are enqueued from here on also if earlier ones fail."""
+
     def _make_pull(self) -> Stream:
         """The stream for pulls."""
         raise NotImplementedError
