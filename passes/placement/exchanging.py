@@ -43,9 +43,12 @@ def choose_groups(
     ChunkflowError if no plan meets the goal.
     """
     try:
-        numbers = [count for count in possible_groups(traced) if count <= MOST_GROUPS]
-        if not numbers:
+        possible = possible_groups(traced)
+        if not possible:
             return GroupChoice(1, "the ranks exchange no heads, or one head each")
+        numbers = [count for count in possible if count <= MOST_GROUPS]
+        if not numbers:
+            return GroupChoice(1, f"no number from 2 to {MOST_GROUPS} divides the heads of each rank")
         divided = ((count, in_head_groups(traced, count)) for count in numbers)
         best, graph, step_s, whole_s = _best(traced, divided, resident_s)
     except NoGroups as error:
