@@ -52,12 +52,12 @@ class Copies:
         self.interrupting: int | None = None
         plain = device.copy_bytes
 
-        def slow(target: torch.Tensor, source: torch.Tensor, moves: str) -> None:
+        def slow(target: torch.Tensor, source: torch.Tensor, lane: str) -> None:
             self.begun += 1
             if self.begun == self.interrupting:
                 signal.raise_signal(signal.SIGINT)
             time.sleep(seconds)
-            plain(target, source, moves)
+            plain(target, source, lane)
 
         device.copy_bytes = slow
 
