@@ -34,6 +34,7 @@ WORDED = (
     "chunkflow_compile/report",
     "chunkflow_compile/servers",
     "chunkflow_compile/simulate",
+    "passes",
     "chunkflow_compile/weights",
 )
 # Of the README: what a newcomer reads in a few minutes.

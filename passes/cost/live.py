@@ -1,10 +1,10 @@
-"""Live: the bytes of activations that are alive on the device while each region runs.
+"""Live: computes the bytes of activations that are live on the device while each region runs.
 
 On entry: the memory of a graph's values, and its regions and collectives in program order.
-On exit: bytes per region, without weights and without workspaces of kernels.
+On exit: bytes per region, without weights and workspaces of kernels.
 
-Inputs and results of the graph are alive throughout, as a caller holds them.  Any other value is freed by the last
-region that reads it, after the last kernel there that does.
+Inputs and results of the graph are live throughout, because the caller holds them.  Any other value is freed in the last
+region that reads it, after the last kernel that reads it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _COPY = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """``peaks``: the most bytes alive while each region runs, or during a collective right before it.  ``between``: the bytes
-    alive before each region."""
+    """The live bytes of a cut.  ``peaks``: peak of live bytes while each region runs, or during a collective right before
+    it.  ``between``: live bytes before each region."""
 
     peaks: tuple[int, ...]
     between: tuple[int, ...]
@@ -40,8 +40,8 @@ class Slicing(Protocol):
 
 
 class Regional(Protocol):
-    """A region of a cut: nodes of the whole graph that it reads and returns.  ``slicing``: None unless its code, the graph
-    ``module``, is called for one slice after the other."""
+    """A region of a cut, with the nodes of the whole graph that it reads and returns.  ``slicing``: how its values are
+    sliced if its code, the graph ``module``, is called for one slice after the other, otherwise None."""
 
     @property
     def info(self) -> Region: ...
@@ -56,13 +56,13 @@ class Regional(Protocol):
 
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
-    """The bytes alive in a cut, or in the cut with one region for each group of its regions.
+    """The live bytes of a cut, or of the cut in which each group of regions is one region.
 
-    ``sequence``: the regions, collectives and completions, in program order.  ``groups``: indices of regions; empty for
-    one each.
+    ``sequence``: regions, collectives and completions, in program order.  ``groups``: groups of region indices; empty to
+    merge nothing.
     """
     group_of = {i: group for group in groups for i in group}
-    outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads it
+    outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
     results = {a for n in storages.values if n.op == "output" for a in n.all_input_nodes}
     parts = list[Part | Node]()
     regions = {
@@ -82,7 +82,7 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
 
 
 def _joined(regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]) -> Part:
-    """One part for several regions, of which position ``end`` of the sequence is the last."""
+    """One part for several regions.  ``end``: position of the last of them in the sequence."""
     if len(regions) == 1:
         return Part(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
     made = [n for region in regions for n in region.outputs]
@@ -94,7 +94,7 @@ def _joined(regions: Sequence[Regional], end: int, outside: Mapping[Node, int], 
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """Of a region that is called for one slice after the other: its inputs are alive until the last call ends."""
+    """The profile of a region that is called for one slice after the other.  Its inputs are live until the last call ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)
@@ -108,9 +108,9 @@ def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -
 
 
 def _in_turn(storages: Storages, sequence: Sequence[Part | Node]) -> Live:
-    """The bytes alive during these regions and top-level nodes, in program order.
+    """The live bytes during these regions and top-level nodes, in program order.
 
-    A collective keeps its operands until its completion.
+    A collective keeps its operands alive until its completion.
     """
     inputs = [n for n in storages.values if n.op == "placeholder" and n.users]
     results = [a for n in storages.values if n.op == "output" for a in n.all_input_nodes]
@@ -143,12 +143,13 @@ def _used(storages: Storages, item: Part | Node, top: Collection[Node]) -> Itera
     for node in _read(item):
         base = storages.bases[node]
         yield base
-        if isinstance(item, Node) and base in top:  # it completes this collective
+        if isinstance(item, Node) and base in top:  # the node completes this collective
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 
 def _peak(storages: Storages, part: Part, before: int, dying: Collection[Node]) -> int:
-    """Of a region that frees these inputs after their last use in it."""
+    """The peak of live bytes of a region.  ``before``: live bytes before it.  ``dying``: inputs that are freed after their
+    last use in the region."""
     profile = storages.profile(part)
     until = dict.fromkeys(dying, -1)
     for node, position in zip(part.inputs, profile.until, strict=True):

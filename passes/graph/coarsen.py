@@ -5,9 +5,9 @@ fine granularity, but each cut costs a host call and prevents fusion across it. 
 a block.
 
 Contract
-    On entry: a Cut, which is not changed.  On exit: groups of neighbouring regions; each group is to become one region.  No
-    group spans two blocks, a collective or its completion.  Equal runs of regions are grouped in the same way, so equal
-    blocks are still lowered once.
+    On entry: a Cut, which is not changed.
+    On exit: groups of neighbouring regions; each group is to become one region.  No group spans two blocks, a collective or
+    its completion.  Equal runs of regions are grouped in the same way, so equal blocks are still lowered once.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ depend on slow inputs only.  Their results *cross* into main, which takes them a
 inputs are a *row*.  A caller that caches the rows need not stream the weights of the preamble in each step.
 
 Contract
-    On entry: a Traced.  It is not changed.  On exit: preamble and main together are equivalent to the traced graph
-    (:func:`check_halves`).  The preamble reads weights and slow inputs only.  It contains no collectives, random ops, ops
-    that write in place, or symbolic sizes.  Only results of matrix products cross, because a pointwise result would be
-    rounded when it is stored, but Inductor's fused kernel does not round it.
+    On entry: a Traced.  It is not changed.
+    On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
+    weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.  Only
+    results of matrix products cross, because a pointwise result would be rounded when it is stored, but Inductor's fused
+    kernel does not round it.
 """
 
 from __future__ import annotations

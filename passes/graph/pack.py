@@ -1,10 +1,11 @@
 """Pack: regions take selected weights in packed form and unpack them before they are read.
 
 Contract
-    On entry: a Cut, and names of weights that :func:`packable` returns for it.  The Cut is not changed.  Preserved: the
-    results of each region.  Regions that read none of the weights are not replaced.  On exit: the size of a packed weight
-    is the size of its packed form.  The region that reads it takes this form, and contains an ``unpack``
-    (passes/packing.py) before its readers, whose cost is included.  Equal regions that unpack the same inputs stay equal.
+    On entry: a Cut, and names of weights that :func:`packable` returns for it.  The Cut is not changed.
+    Preserved: the results of each region.  Regions that read none of the weights are not replaced.
+    On exit: the size of a packed weight is the size of its packed form.  The region that reads it takes this form, and
+    contains an ``unpack`` (passes/packing.py) before its readers, whose cost is included.  Equal regions that unpack the
+    same inputs stay equal.
 """
 
 from __future__ import annotations

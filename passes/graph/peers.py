@@ -2,8 +2,9 @@
 
 Contract
     On entry: a Cut, and names of weights that :func:`streamable` returns for it.  The Cut is not changed.
-    Preserved: the regions and their sequence.  On exit: the parameters of these weights, and the weights in the problem,
-    contain the number of ranks over which they are sharded.
+    Preserved: the regions and their sequence.
+    On exit: the parameters of these weights, and the weights in the problem, contain the number of ranks over which they
+    are sharded.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ per token adds a table to 6 vectors per token, in float32.  The result takes 1.9
 half as many bytes, which all blocks read anyway.
 
 Contract
-    On entry: a graph, and the segment of each node.  Neither is changed.  On exit: the values to recompute, and the nodes
-    between their sources and them.  The sources take fewer bytes than the value and are not streamed weights.  Each op is
-    elementwise in float32 or float64, so the value is not rounded when it is stored, and recomputing it gives the same
-    result.  The last op is not a product, which a GPU would fuse with an addition.  Only pointwise ops read the value, so
-    their kernels compute it and it is not stored.
+    On entry: a graph, and the segment of each node.  Neither is changed.
+    On exit: the values to recompute, and the nodes between their sources and them.  The sources take fewer bytes than the
+    value and are not streamed weights.  Each op is elementwise in float32 or float64, so the value is not rounded when it
+    is stored, and recomputing it gives the same result.  The last op is not a product, which a GPU would fuse with an
+    addition.  Only pointwise ops read the value, so their kernels compute it and it is not stored.
 """
 
 from __future__ import annotations

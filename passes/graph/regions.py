@@ -1,20 +1,21 @@
 """Regions: cuts an ATen graph into regions that only compute, with the collectives between them.
 
 Contract
-    On entry: an ATen inference graph and its Discovery.  The graph is not changed.  Preserved: every node is computed once,
-    with two exceptions.  Views of weights and of collective results are repeated in each region that reads them: they cost
-    nothing, and a view that outlived its region would outlive its slot.  Values that are cheaper to recompute than to pass
-    between regions are repeated, too (recompute.py).  The order of collectives does not change.  Cuts: at collectives,
-    where the block changes, and before a weight with which a region would exceed ``group_bytes`` of weights.  If ``groups``
-    are given, each group of these regions becomes one region (coarsen.py chooses the groups).
+    On entry: an ATen inference graph and its Discovery.  The graph is not changed.
+    Preserved: every node is computed once, with two exceptions.  Views of weights and of collective results are repeated in
+    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  Values that
+    are cheaper to recompute than to pass between regions are repeated, too (recompute.py).  The order of collectives does
+    not change.
+    Cuts: at collectives, where the block changes, and before a weight with which a region would exceed ``group_bytes`` of
+    weights.  If ``groups`` are given, each group of these regions becomes one region (coarsen.py chooses the groups).
 
 Steps
     assign        give every compute node a segment number, in program order
-    dissolve      move segments that hold only views into the regions around them
-    recompute     let each segment compute what is cheaper to compute again than to hand over
-    sizes         give each region the symbols that its sizes use
-    build         build one FX graph per segment; inputs in order of first use, outputs in order of definition
-    key           digest a region's structure; regions with equal keys share one lowering
+    dissolve      move segments that contain only views into neighbouring regions
+    recompute     make each segment recompute values that are cheaper to recompute than to pass between regions
+    sizes         pass to each region the symbols that its sizes use
+    build         build one FX graph per segment, with inputs in order of first use and outputs in order of definition
+    key           compute a digest of each region's structure; regions with equal keys share one lowering
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ code for complex products: it calls torch's kernels, each of which writes its re
 same product in real arithmetic is fused with the ops before and after it.
 
 Contract
-    On entry: a Traced, which is not changed.  On exit: a Traced with the same inputs and results.  If Inductor will compile
-    it, products of a complex view of real numbers are replaced by real arithmetic, if only the real view of the product is
-    read and the result is bit-identical.
+    On entry: a Traced, which is not changed.
+    On exit: a Traced with the same inputs and results.  If Inductor will compile it, products of a complex view of real
+    numbers are replaced by real arithmetic, if only the real view of the product is read and the result is bit-identical.
 
 The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
 depends on which multiplications are fused with the following addition.  On a CPU, Inductor fuses none, and neither does

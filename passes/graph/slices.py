@@ -1,20 +1,21 @@
 """Slices: divides the graph of a region into phases, smaller graphs that are called for one slice of the tokens at a time.
 
 Contract
-    On entry: the ATen graph of a region, or of several regions that are merged.  It is not changed.  On exit: phases in the
-    order in which they run.  Together they compute the outputs of the graph; ``slice_check`` proves this.
+    On entry: the ATen graph of a region, or of several regions that are merged.  It is not changed.
+    On exit: phases in the order in which they run.  Together they compute the outputs of the graph; ``slice_check`` proves
+    this.
     Raises Whole if the graph cannot be computed in slices.
 
 Method
-    The largest output is split along one of its dimensions.  The rules in ``slice_rules`` give, op by op, the slices of
-    the inputs that a slice of an output needs.  Where an op needs the whole of a value that depends on the split inputs,
-    as attention needs its keys and values, an earlier phase computes that value, itself in slices.  Products that do not
-    depend on the split inputs are computed once.
+    The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which slices
+    of the inputs are needed for a slice of an output.  If an op needs a whole value that depends on the split inputs, as
+    attention needs all keys and values, an earlier phase computes this value, also in slices.  Products that do not depend
+    on the split inputs are computed once.
 
 Terms
     root     a value that a phase computes: an output of the graph, or a value that a later phase needs whole
-    piece    a part of a root that is computed alike, in one call or in ``repeat`` calls: a root that concatenates streams
-             of tokens has one piece per stream
+    piece    a part of a root that is computed in the same way, in one call or in ``repeat`` calls: a root that concatenates
+             streams of tokens has one piece per stream
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ On a small GPU, activations limit which models fit, and most activations are ins
 split into k slices, it needs memory only for its residual stream, K and V, and 1/k of everything else (slices.py).
 
 Contract
-    On entry: a Cut, and the number of slices by the key of a region.  The Cut is not changed.  Preserved: the results of
-    each region, bit for bit in eager mode.  Other regions, collectives and their order do not change.  On exit: each split
-    region is replaced by its phases, which are regions.  A repeated region overwrites the residual stream if nothing else
-    reads it: neither the caller of the graph nor a later region or collective.
+    On entry: a Cut, and the number of slices by the key of a region.  The Cut is not changed.
+    Preserved: the results of each region, bit for bit in eager mode.  Other regions, collectives and their order do not
+    change.
+    On exit: each split region is replaced by its phases, which are regions.  A repeated region overwrites the residual
+    stream if nothing else reads it: neither the caller of the graph nor a later region or collective.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Contract
     On entry: a Traced of fixed sizes.  Its graph may contain inputs, small constants, torch ops and elements of their
     results.  Everything else raises ValueError: symbols, nested graphs, Triton kernels, and inputs that are written to or
-    are parts of tensor subclasses.  On exit: a body of JSON-compatible values, or a Traced that is equivalent to the
-    original for all passes.  Stack traces are not stored.  Reading a body does not execute code from it: ops are looked up
-    by name among the ops registered in torch.
+    are parts of tensor subclasses.
+    On exit: a body of JSON-compatible values, or a Traced that is equivalent to the original for all passes.  Stack traces
+    are not stored.  Reading a body does not execute code from it: ops are looked up by name among the ops registered in
+    torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Choice: decides which weights are packed, and which are sharded over the devices of the ranks, by the predicted step.
 
 Contract
-    On entry: the finest Cut, and a function that plans its problems, within a budget or for a step time.  On exit: all
-    weights that can be packed or sharded, or a share of them, or none.  Weights are selected only if this reduces the
-    predicted step (or, when planning for a step time, the bytes on the device) below 1 / ``AS_GOOD`` of the value without
-    it.
+    On entry: the finest Cut, and a function that plans its problems, within a budget or for a step time.
+    On exit: all weights that can be packed or sharded, or a share of them, or none.  Weights are selected only if this
+    reduces the predicted step (or, when planning for a step time, the bytes on the device) below 1 / ``AS_GOOD`` of the
+    value without it.
 
 Packing helps if copies are the bottleneck: only three quarters of the bytes are copied, and more weights fit on the device.
 If copies are hidden anyway, unpacking only costs time.  In between, it is best to pack a share of the weights.  They are

@@ -1,11 +1,12 @@
 """Coarsest: finds the coarsest cut whose plan is not worse.
 
 Contract
-    On entry: the finest Cut, and a function that plans its problems.  On exit: the groups of regions (coarsen.py) of the
-    coarsest cut whose predicted step is at most ``AS_GOOD`` times as long as with the finest cut.  If the finest cut does
-    not fit, the coarsest cut that fits because it has fewer activations.  Without a budget, a plan is the smallest one for
-    a step time; then the cut may also need more memory on the device than the finest one, but only by the same share of the
-    weights.  A block of a model is judged by planning several of its repetitions, with at most ``MOST_REGIONS`` regions.
+    On entry: the finest Cut, and a function that plans its problems.
+    On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times as
+    long as with the finest cut.  If the finest cut does not fit, the coarsest cut that fits because it has fewer
+    activations.  Without a budget, a plan is the smallest one for a step time; then the cut may also need more memory on
+    the device than the finest one, but only by the same share of the weights.  A block of a model is judged by planning
+    several of its repetitions, with at most ``MOST_REGIONS`` regions.
 """
 
 from __future__ import annotations

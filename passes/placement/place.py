@@ -1,10 +1,10 @@
 """Place: turns a Problem and a Hardware into a Plan for a goal, which is a memory budget or a step time.
 
 Contract
-    On entry: a Problem and a Hardware.  The result depends on nothing else: no tensors, clocks or devices.  On exit: every
-    weight has a home and a reason.  A streamed weight has a slot and a window for each streamed chunk.  Chunks that are
-    live in the same window never share bytes.  The same arguments give the same Plan, byte for byte.  ``memory`` is a hard
-    limit: if no plan fits, place raises ChunkflowError with the minimum memory.
+    On entry: a Problem and a Hardware.  The result depends on nothing else: no tensors, clocks or devices.
+    On exit: every weight has a home and a reason.  A streamed weight has a slot and a window for each streamed chunk.
+    Chunks that are live in the same window never share bytes.  The same arguments give the same Plan, byte for byte.
+    ``memory`` is a hard limit: if no plan fits, place raises ChunkflowError with the minimum memory.
 """
 
 from __future__ import annotations

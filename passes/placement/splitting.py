@@ -1,10 +1,10 @@
 """Splitting: chooses the number of slices for the tokens of each block type, by the predicted step.
 
 Contract
-    On entry: a Cut with one region for each run of regions in a block, and a function that plans its problems.  On exit:
-    the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum with which
-    weights and activations fit in the budget, or larger if this reduces the predicted step below 1 / ``AS_GOOD`` of that,
-    because smaller activations leave more memory for weights.
+    On entry: a Cut with one region for each run of regions in a block, and a function that plans its problems.
+    On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum with
+    which weights and activations fit in the budget, or larger if this reduces the predicted step below 1 / ``AS_GOOD`` of
+    that, because smaller activations leave more memory for weights.
 
 Block types may have different numbers of slices: a type with smaller activations than others needs fewer slices.
 """
