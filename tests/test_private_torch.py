@@ -1,6 +1,6 @@
 """Private packages of torch are used in one place, and what is used there is as ChunkFlow expects it.
 
-tests/stand_in_cuda runs on another torch: this file is run there too.
+make test-stand-in runs this file, too, on another release of torch.
 """
 
 from __future__ import annotations
