@@ -38,8 +38,8 @@ WORDED = (
     "chunkflow_compile/report",
     "chunkflow_compile/servers",
     "chunkflow_compile/simulate",
-    "passes",
     "chunkflow_compile/weights",
+    "passes",
 )
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
