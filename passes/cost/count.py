@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from chunkflow_compile.passes.kernel_calls import is_kernel_call
 from chunkflow_compile.passes.problem import RegionCost
 
-from .calls import called, is_opaque, like_attention
 from .kernels import Values, other_kernels, tensor_bytes, tensors
+from .op_calls import called, is_opaque, like_attention
 
 # Products of an input and a weight that are unknown to the flop counter, most of them with a quantised weight.
 _PRODUCTS = frozenset(

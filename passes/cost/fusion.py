@@ -75,7 +75,7 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RegionNodes:
     """A region, given by nodes of the whole graph.  ``key``: parts with equal keys have equal profiles."""
 
     key: object
@@ -108,7 +108,7 @@ class Storages:
             return 0
         return tensor_bytes(self.values[base])
 
-    def profile(self, part: Part) -> Profile:
+    def profile(self, part: RegionNodes) -> Profile:
         if part.key not in self.profiles:
             self.profiles[part.key] = _Kernels(self, part).profile()
         return self.profiles[part.key]
@@ -134,7 +134,7 @@ class _Kernel:
 class _Kernels:
     """The kernels of one region, in an order in which they can run."""
 
-    def __init__(self, storages: Storages, part: Part) -> None:
+    def __init__(self, storages: Storages, part: RegionNodes) -> None:
         self.storages, self.part = storages, part
         self.bases, self.values = storages.bases, storages.values
         self.outputs = {self.bases[n] for n in part.outputs}
@@ -386,7 +386,7 @@ class _Made:
         return alike and bool(kernel.size) and not (_is_cat(new) or _is_cat(old))
 
 
-def _between(part: Part) -> set[Node]:
+def _between(part: RegionNodes) -> set[Node]:
     """The nodes that are computed between the inputs and the outputs of a region."""
     found, todo = set[Node](), [*part.outputs]
     while todo:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.problem import Region
 
-from .fusion import Part, Profile, Storages
+from .fusion import Profile, RegionNodes, Storages
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -64,7 +64,7 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
     group_of = {i: group for group in groups for i in group}
     outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
     results = {a for n in storages.values if n.op == "output" for a in n.all_input_nodes}
-    parts = list[Part | Node]()
+    parts = list[RegionNodes | Node]()
     regions = {
         item.info.index: (position, item) for position, item in enumerate(sequence) if not isinstance(item, Node)
     }
@@ -81,16 +81,18 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
     return _in_turn(storages, parts)
 
 
-def _joined(regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]) -> Part:
+def _joined(
+    regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]
+) -> RegionNodes:
     """One part for several regions.  ``end``: position of the last of them in the sequence."""
     if len(regions) == 1:
-        return Part(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
+        return RegionNodes(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
     made = [n for region in regions for n in region.outputs]
     inputs = tuple(dict.fromkeys(n for region in regions for n in region.inputs if n not in made))
     outputs = tuple(n for n in made if n in results or outside.get(n, -1) > end)
     number = {node: i for i, node in enumerate((*inputs, *made))}
     wiring = tuple((r.info.key, tuple(number[n] for n in (*r.inputs, *r.outputs))) for r in regions)
-    return Part(key=(wiring, tuple(number[n] for n in outputs)), inputs=inputs, outputs=outputs)
+    return RegionNodes(key=(wiring, tuple(number[n] for n in outputs)), inputs=inputs, outputs=outputs)
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
@@ -101,13 +103,13 @@ def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -
     values = {node: node.meta.get("val") for node in nodes}
     outputs = written if slicing.writes else tuple(region.module.graph.output_node().all_input_nodes)
     inside = Storages(values, frozenset((*taken, *written)), storages.fused)
-    own = inside.profile(Part(key=region.info.key, inputs=taken, outputs=outputs)).own
+    own = inside.profile(RegionNodes(key=region.info.key, inputs=taken, outputs=outputs)).own
     made = zip(region.outputs, slicing.writes, strict=False)
     fresh = sum(storages.nbytes(storages.bases[node]) for node, (_, over) in made if over is None)
     return Profile(own=tuple(fresh + now for now in own), until=(len(own) - 1,) * len(region.inputs))
 
 
-def _in_turn(storages: Storages, sequence: Sequence[Part | Node]) -> Live:
+def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live:
     """The live bytes during these regions and top-level nodes, in program order.
 
     A collective keeps its operands alive until its completion.
@@ -138,7 +140,7 @@ def _in_turn(storages: Storages, sequence: Sequence[Part | Node]) -> Live:
     return Live(peaks=tuple(peaks), between=tuple(between))
 
 
-def _used(storages: Storages, item: Part | Node, top: Collection[Node]) -> Iterator[Node]:
+def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -> Iterator[Node]:
     """The memory that a region or one of the top-level nodes uses."""
     for node in _read(item):
         base = storages.bases[node]
@@ -147,7 +149,7 @@ def _used(storages: Storages, item: Part | Node, top: Collection[Node]) -> Itera
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 
-def _peak(storages: Storages, part: Part, before: int, dying: Collection[Node]) -> int:
+def _peak(storages: Storages, part: RegionNodes, before: int, dying: Collection[Node]) -> int:
     """The peak of live bytes of a region.  ``before``: live bytes before it.  ``dying``: inputs that are freed after their
     last use in the region."""
     profile = storages.profile(part)
@@ -165,5 +167,5 @@ def _peak(storages: Storages, part: Part, before: int, dying: Collection[Node]) 
     return most
 
 
-def _read(item: Part | Regional | Node) -> Iterable[Node]:
+def _read(item: RegionNodes | Regional | Node) -> Iterable[Node]:
     return item.all_input_nodes if isinstance(item, Node) else item.inputs

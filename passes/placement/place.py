@@ -94,7 +94,7 @@ def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside
     """The minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return Builder(planner, arena=arena).least()[1]
+    return Builder(planner, arena=arena).minimal()[1]
 
 
 def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -127,7 +127,7 @@ def _smallest(planner: Planner, builder: Builder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
     # The sizes of slots are rounded up, but not the sizes of resident weights, so the plan with all weights resident may be
     # smaller.
-    return builder.candidate(min(smallest, planner.everything, key=builder.slots))
+    return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 
 def _taken_over(planner: Planner, builder: Builder, like: Plan) -> Plan | None:
@@ -160,7 +160,7 @@ def _within_call(planner: Planner, builder: Builder) -> Plan:
 
 def _minimal(planner: Planner, builder: Builder, memory: int) -> Candidate:
     """The smallest placement.  Raises ChunkflowError if it exceeds ``memory``."""
-    barely, floor = builder.least()
+    smallest, floor = builder.minimal()
     if memory < floor:
         finer = "cut finer regions with a smaller group_bytes"
         if floor == planner.kept_bytes:
@@ -178,11 +178,11 @@ def _minimal(planner: Planner, builder: Builder, memory: int) -> Candidate:
             f"streamed weights that one region reads. Give {option}={enough(floor)!r} or more, or {finer}.",
             floor,
         )
-    return barely
+    return smallest
 
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    fitting = [c for c in (_minimal(planner, builder, memory), planner.everything) if builder.slots(c) <= memory]
+    fitting = [c for c in (_minimal(planner, builder, memory), planner.all_resident) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while fastest is not None and planner.rank_key(fastest) < min(map(planner.rank_key, fitting)):
@@ -221,10 +221,10 @@ class Builder:
         streamed = self._streamed(windows)
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
-    def least(self) -> tuple[Candidate, int]:
+    def minimal(self) -> tuple[Candidate, int]:
         """The placement in which each copy starts in the window of its first reader, and the minimum bytes of any plan."""
-        barely = self.planner.play([c.first for c in self.planner.chunks])
-        return barely, min(map(self.slots, (barely, self.planner.everything)))
+        smallest = self.planner.play([c.first for c in self.planner.chunks])
+        return smallest, min(map(self.slots, (smallest, self.planner.all_resident)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None

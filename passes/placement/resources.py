@@ -68,7 +68,7 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class CopyUse:
     """A copy as a use of resources: it occupies the copy engine and the interconnect of its lane ``use`` for ``copy_s``
     seconds."""
 
@@ -80,7 +80,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class ReadUse:
     """A read as a use of resources: it occupies the SSD for ``read_s`` seconds."""
 
     name: str
@@ -121,12 +121,12 @@ class Drive:
     """
 
     def __init__(self) -> None:
-        self.ops: deque[tuple[Reading, int]] = deque()
+        self.ops: deque[tuple[ReadUse, int]] = deque()
         self.ready = 0
         self.start = 0.0
         self.left = IDLE
 
-    def issue(self, read: Reading, after: int) -> None:
+    def issue(self, read: ReadUse, after: int) -> None:
         self.ops.append((read, after))
 
     def begin(self, now: float, copied: int) -> None:
@@ -134,7 +134,7 @@ class Drive:
         if self.left == IDLE and self.ops and self.ops[0][1] <= copied:
             self.start, self.left = now, self.ops[0][0].read_s
 
-    def end(self) -> Reading:
+    def end(self) -> ReadUse:
         self.ready += 1
         self.left = IDLE
         return self.ops.popleft()[0]

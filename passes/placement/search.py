@@ -156,7 +156,7 @@ class Planner:
         return self.scheduler.step(windows, self.barriers(step), joins) if hard else step
 
     @cached_property
-    def everything(self) -> Candidate:
+    def all_resident(self) -> Candidate:
         """The candidate with all weights resident."""
         return self.play([None] * len(self.chunks))
 
@@ -234,7 +234,7 @@ class Planner:
                 continue
             candidates += self._shrink(residents, step_s)
         candidates += [c for c in self._baselines(None) if c.step_s <= step_s]
-        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.everything
+        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.all_resident
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
         """Candidates with ``residents`` resident chunks that meet the step time, under lower and lower limits, soft and

@@ -4,7 +4,7 @@ A step is a circle of windows, because the last windows of a step prefetch the f
 range of bytes, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and arcs that
 overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring buffer, and the smallest arena is
 used.  If there are several, the earliest is used, so the result depends on the input alone.  If the size of the arena is
-given, Room assigns slots first, and the windows follow from them.
+given, ArenaSpace assigns slots first, and the windows follow from them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _mask(piece: Piece, windows: int) -> int:
     return (turned | turned >> windows) & ((1 << windows) - 1)
 
 
-class Room:
+class ArenaSpace:
     """A range of the arena.  Weights are placed in it in order of first use, and leave after their last reader.
 
     ``stretches``: adjacent intervals (begin, end, free), where ``free`` is the window after the last reader so far.

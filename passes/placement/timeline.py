@@ -40,7 +40,7 @@ from chunkflow_compile.passes.step import (
     reads,
 )
 
-from .resources import IDLE, Drive, Phase, Queue, Reading, Transfer, Use, stretches
+from .resources import IDLE, CopyUse, Drive, Phase, Queue, ReadUse, Use, stretches
 
 # A step becomes stationary in two or three repetitions.  If it still changes after this number, the last one is reported.
 MOST_STEPS = 12
@@ -70,7 +70,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Stall:
+class ComputeWait:
     """Compute waits, in a span on ``lane``.  ``weights``: weights whose newest copies it waits for, one after the other.
     ``events``: events that it waits for in a join."""
 
@@ -80,7 +80,7 @@ class Stall:
 
 
 # The items of a step that are simulated.
-Played = Transfer | Reading | Stall | Run | Start | Finish | Evict | Record
+Played = CopyUse | ReadUse | ComputeWait | Run | Start | Finish | Evict | Record
 
 
 class Simulator:
@@ -160,15 +160,15 @@ class Simulator:
             self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if self.sources[weight].reads_file else 0.0
         )
 
-    def transfer(self, op: Copy) -> Transfer:
+    def transfer(self, op: Copy) -> CopyUse:
         """A copy as a use of resources."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
-        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
+        return CopyUse(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
 
-    def reading(self, op: Copy | Read) -> Reading:
+    def reading(self, op: Copy | Read) -> ReadUse:
         """A read, or the read that belongs to a copy, as a use of resources."""
-        return Reading(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
+        return ReadUse(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
 
     def play(self, step: Step, spans: bool = True) -> Timeline:
         """Simulate a step from a cold start to its steady state.  ``spans``: whether to record spans."""
@@ -190,8 +190,8 @@ class Playback:
         self.recording = spans
         self.stretch = stretches(simulator.hardware)
         self.items = list(_played(simulator, step))
-        transfers = [item for item in self.items if isinstance(item, Transfer)]
-        self.lanes: dict[Lane, Queue[Transfer]] = {moves: Queue() for moves in LANES}
+        transfers = [item for item in self.items if isinstance(item, CopyUse)]
+        self.lanes: dict[Lane, Queue[CopyUse]] = {moves: Queue() for moves in LANES}
         self.moving: tuple[Lane, ...] = ()  # the lanes with a copy in flight
         self.collectives: Queue[int] = Queue()
         self.phase: Phase = "latency"  # phase of the first collective
@@ -211,13 +211,11 @@ class Playback:
             self.streamed[weight] = self.streamed.get(weight, 0) + transfer.nbytes
         self.live = 0
         self.arrival: dict[str, float] = {}
-        self.marks: dict[
-            int, tuple[Queue[Transfer], int]
-        ] = {}  # the number of the copy that each event of a join marks
+        self.marks: dict[int, tuple[Queue[CopyUse], int]] = {}  # the number of the copy that each event of a join marks
 
     def play(self) -> Timeline:
         for item in self.items:
-            if isinstance(item, Transfer) and item.op.next_step:
+            if isinstance(item, CopyUse) and item.op.next_step:
                 if item.op.ring is not None:
                     self._read(self.simulator.reading(item.op))
                 self._issue(item)
@@ -247,9 +245,9 @@ class Playback:
         return replace(self.step, step_s=length, spans=spans)
 
     def _run(self, item: Played) -> None:
-        if isinstance(item, Transfer):
+        if isinstance(item, CopyUse):
             self._issue(item)
-        elif isinstance(item, Stall):
+        elif isinstance(item, ComputeWait):
             self._stall(item)
         elif isinstance(item, Run):
             self._compute(item.region)
@@ -261,7 +259,7 @@ class Playback:
                 self._start_collective()
         elif isinstance(item, Finish):
             self._advance_to(self.collectives, item.collective)
-        elif isinstance(item, Reading):
+        elif isinstance(item, ReadUse):
             self._read(item)
         else:
             lane = self.lanes[_moves(item)]
@@ -271,17 +269,17 @@ class Playback:
         if self.recording:
             self.spans.append(Span(lane, name, start, self.now))
 
-    def _issue(self, transfer: Transfer) -> None:
+    def _issue(self, transfer: CopyUse) -> None:
         self.lanes[transfer.use].issue(transfer, transfer.op.weight)
         self._start_copy(transfer.use)
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, reading: ReadUse) -> None:
         """Issue a read, which waits for all copies issued so far."""
         copied = self.lanes["copy"]
         self.drive.issue(reading, copied.issued)
         self.drive.begin(self.now, copied.ended)
 
-    def _stall(self, item: Stall) -> None:
+    def _stall(self, item: ComputeWait) -> None:
         for weight in item.weights:
             self._wait(weight, item.lane)
         if not item.events:
@@ -313,7 +311,7 @@ class Playback:
         self.step.compute_s += self.now - start
         self._record("compute", self.simulator.problem.regions[region].name, start)
 
-    def _advance_to(self, queue: Queue[Transfer] | Queue[int], name: str | int) -> None:
+    def _advance_to(self, queue: Queue[CopyUse] | Queue[int], name: str | int) -> None:
         """Advance the time to the end of the newest op of a weight or collective."""
         number = queue.newest.get(name, 0)
         while queue.ended < number:
@@ -460,17 +458,17 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
     yield from _stalls(waits, None)
 
 
-def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[Stall]:
+def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
     """The stalls before an op; at a barrier, in the order of the waits."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)
         if not readable:
-            yield Stall("join", events=tuple(wait.event for wait in together))
+            yield ComputeWait("join", events=tuple(wait.event for wait in together))
         elif isinstance(before, Start):
-            yield Stall("barrier", tuple(weights))
+            yield ComputeWait("barrier", tuple(weights))
         else:
-            yield Stall("stall", tuple(weights if len(together) == 1 else sorted(weights)))
+            yield ComputeWait("stall", tuple(weights if len(together) == 1 else sorted(weights)))
 
 
 def _moves(record: Record) -> Lane:

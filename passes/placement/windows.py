@@ -21,7 +21,7 @@ from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
-from .slots import Room
+from .slots import ArenaSpace
 from .timeline import Simulator, Timeline
 
 # The numbers of laps around the circle.  The first lap places all chunks; later laps make the end of the step consistent
@@ -234,7 +234,7 @@ def fit_slots(
     """
     streamed = _streamed(chunks, wanted)
     kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)
-    room, slots = Room(limit + kept, count), dict[str, int]()
+    room, slots = ArenaSpace(limit + kept, count), dict[str, int]()
     windows = {i: window for i, window in enumerate(wanted) if window is not None}
     spans: dict[int, tuple[int, int]] = {}
     for members in streamed:

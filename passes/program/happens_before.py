@@ -21,8 +21,8 @@ property that holds for these holds for every sequence, because the order betwee
 of these two calls and of the calls between them:
 
 * from compute to a copy: through the opening of the copy's window, which is part of the copy's call in both forms;
-* from a copy to compute in the same call: through an arrival in this call, which is the same in both forms, like the order of a
-  lane;
+* from a copy to compute in the same call: through an arrival in this call, which is the same in both forms, like the order of
+  a lane;
 * from a copy to compute in a later call: if all calls from the first to the second are eager, as in the all-eager sequence.
   Otherwise through the join of the copy's call, if it is captured, or else through the tail of the next captured call;
 * between two copies: if both calls are eager, by the order of their lane; otherwise through compute, as above.
