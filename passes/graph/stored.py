@@ -36,7 +36,7 @@ def body_of(traced: Traced) -> dict[str, Any]:
     completely."""
     if traced.sizes or traced.unknown or traced.repeats is not None:
         raise ValueError("The graph has symbols, or is one block of a model.")
-    writer = _Writer(traced)
+    writer = _BodyWriter(traced)
     nodes = [writer.node(node) for node in traced.graph.graph.nodes]
     return {
         "parameters": [asdict(p) for p in traced.parameters],
@@ -52,7 +52,7 @@ def body_of(traced: Traced) -> dict[str, Any]:
 def traced_from(body: Mapping[str, Any]) -> Traced:
     """The Traced from a body.  Raises KeyError, ValueError, TypeError or AttributeError if the body is invalid, and
     RuntimeError (from torch) for tensors that cannot exist."""
-    reader, graph = _Reader(body["tensors"]), Graph()
+    reader, graph = _BodyReader(body["tensors"]), Graph()
     for row in body["nodes"]:
         reader.add(graph, row)
     return Traced(
@@ -70,7 +70,7 @@ def _parameter(*, names: Sequence[str], source: Mapping[str, Any], **more: Any) 
     return Parameter(names=tuple(names), source=Source(**source), **more)
 
 
-class _Writer:
+class _BodyWriter:
     """Writes the nodes of a graph in program order.  ``tensors``: descriptions of all tensors, without duplicates."""
 
     def __init__(self, traced: Traced) -> None:
@@ -129,7 +129,7 @@ class _Writer:
         return next((self._blocks[key] for key in keys if key in self._blocks), "")
 
 
-class _Reader:
+class _BodyReader:
     """Adds the nodes of a body to a graph.  ``root``: module with the constants seen so far.  ``blocks``: names of the
     blocks."""
 
@@ -167,7 +167,7 @@ class _Reader:
         self._nodes.append(node)
 
     def value(self, written: Any) -> Any:
-        """The value from its form written by :meth:`_Writer.value`."""
+        """The value from its form written by :meth:`_BodyWriter.value`."""
         if isinstance(written, list):
             return [self.value(v) for v in written]
         if not isinstance(written, dict):

@@ -157,7 +157,7 @@ def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
 
 def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Packing:
     offsets = [0] * len(lifetimes)
-    placed = _Placed()
+    placed = _PlacedPieces()
     arena = 0
     for i in order:
         life = lifetimes[i]
@@ -178,7 +178,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
     return tuple(offsets), arena
 
 
-class _Placed:
+class _PlacedPieces:
     """Pieces (windows, begin, end) placed in the arena, indexed by spans of windows."""
 
     def __init__(self) -> None:

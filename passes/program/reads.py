@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from chunkflow_compile.passes.names import LANES
-from chunkflow_compile.passes.ring import BLOCK, room
+from chunkflow_compile.passes.ring import BLOCK, slot_bytes
 from chunkflow_compile.passes.step import Copy, Op, Read, Record, Wait
 
 from .cycle import Cycle
@@ -62,7 +62,7 @@ def check_ring(order: HappensBefore) -> Iterator[str]:
             if (weight := weights[each.turn].get(read.weight)) is None:
                 continue  # check_readers reports it
             nbytes = order.turns[each.turn].plan.nbytes(weight, read.first, read.end)
-            end = read.ring + room(nbytes)
+            end = read.ring + slot_bytes(nbytes)
             if read.ring < 0 or read.ring % BLOCK:
                 yield f"{read.weight}: {each} begins at byte {read.ring} of the ring, where no block does"
             over = [other for other in held if other.read.ring < end and read.ring < other.end]

@@ -108,10 +108,10 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | Non
         names = {w.name: w.name for w in cut.problem.weights}
         collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
         place = CyclePlace(cut.problem, names, transfers(order(cut.problem, plan)), 0, collectives)
-    return _Writer(cut, plan, share, place).write()
+    return _ProgramWriter(cut, plan, share, place).write()
 
 
-class _Writer:
+class _ProgramWriter:
     def __init__(self, cut: Cut, plan: Plan, share: bool, place: CyclePlace) -> None:
         self.cut = cut
         self.plan = plan
