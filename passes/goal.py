@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Hoist, OnPeers, Pack, Policy, Split, Yield
+from chunkflow_compile.passes.names import ExchangeGroups, Hoist, OnPeers, Pack, Policy, Split, Yield
 from chunkflow_compile.units import Size, parse_bytes
 
 # The longest step, relative to the baseline, if the user gives neither a budget nor a slowdown.
@@ -25,7 +25,9 @@ class Goal:
     latent are computed once for many steps (graph/hoist.py), so that their weights need not be streamed in every step;
     "auto" hoists if this is predicted to shorten a step.  ``split``: number of slices into which the tokens of each block
     are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a budget of weights and
-    activations needs.
+    activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls around attention are
+    divided (graph/head_groups.py), so that one group is exchanged while another computes; False for no groups, "auto" for
+    the number with the shortest predicted step.
 
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores
     a field.
@@ -40,6 +42,7 @@ class Goal:
     peers: OnPeers | frozenset[str] = False
     hoist: Hoist = False
     split: Split = "auto"
+    exchange_groups: ExchangeGroups = False
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.slowdown is not None:
@@ -68,6 +71,7 @@ class Goal:
         pack: Pack,
         hoist: Hoist = False,
         split: Split = "auto",
+        exchange_groups: ExchangeGroups = False,
     ) -> Goal:
         """Make the goal from the user's options.  Also raises ChunkflowError if both budgets are given, or if one is not a
         size."""
@@ -86,6 +90,7 @@ class Goal:
             pack=pack,
             hoist=hoist,
             split=split,
+            exchange_groups=exchange_groups,
         )
         return goal if given is None else replace(goal, memory=parse_bytes(given, goal.option))
 

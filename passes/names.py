@@ -48,6 +48,10 @@ Hoist = Literal[False, True, "auto"]
 # the budget.
 Split = int | Literal["auto"]
 
+# The number of groups of heads into which the exchanges around attention are divided (graph/head_groups.py).  "auto" takes
+# the number with the shortest predicted step.
+ExchangeGroups = Literal[False, "auto"] | int
+
 # The lane of a prefetch: "copy" from host memory, "pull" from the devices of the ranks.  Each lane runs its copies in
 # order.
 Lane = Literal["copy", "pull"]

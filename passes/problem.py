@@ -108,6 +108,7 @@ class RegionCost:
 
     ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     ``tiles``: for each GEMM of a region that runs on slices, the number of tiles per call and the FLOPs of all calls.
+    ``attention_tiles``: the same for each attention of a group of heads.
     """
 
     flops: int
@@ -119,6 +120,7 @@ class RegionCost:
     traffic: tuple[tuple[int, int], ...] = ()
     kernels: int = 0
     tiles: tuple[tuple[int, int], ...] = ()
+    attention_tiles: tuple[tuple[int, int], ...] = ()
 
     def repeated(self, times: int) -> RegionCost:
         """The work of a region that runs ``times`` times."""
@@ -140,12 +142,16 @@ class RegionCost:
         return (self.flops - self.attention) / hardware.flops(self.dtype)
 
     def idle_seconds(self, hardware: Hardware) -> float:
-        """Seconds lost in the last waves of ``tiles``, in which some multiprocessors are idle.  The GEMM rate does not
-        include this loss, because it is measured on unsliced GEMMs with many waves."""
+        """Seconds lost in the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors are idle.  The
+        rates of GEMMs and of attention do not include this loss, because they are measured on kernels with many waves."""
         if not (count := hardware.multiprocessors):
             return 0.0
-        idle = sum(flops * (-(-tiles // count) * count / tiles - 1) for tiles, flops in self.tiles)
-        return idle / hardware.flops(self.dtype)
+
+        def idle(kernels: tuple[tuple[int, int], ...]) -> float:
+            return sum(flops * (-(-tiles // count) * count / tiles - 1) for tiles, flops in kernels)
+
+        attention = idle(self.attention_tiles) / hardware.attention_rate(self.dtype) if self.attention_tiles else 0.0
+        return idle(self.tiles) / hardware.flops(self.dtype) + attention
 
     def attention_seconds(self, hardware: Hardware) -> float:
         """Seconds of attention; a mask makes it slower."""
@@ -159,7 +165,8 @@ class Region:
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the region's
     inputs.  ``repeat``: number of calls of its code, one per slice of its values (graph/split.py).  ``live``: peak bytes of
-    live activations while it runs (cost/live.py).
+    live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if it computes the attention of
+    one (graph/head_groups.py), otherwise 1.
     """
 
     index: int
@@ -171,6 +178,7 @@ class Region:
     cost: RegionCost
     repeat: int = 1
     live: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +220,11 @@ class Problem:
     def unpacked_bytes(self) -> int:
         """The peak of unpacked values in bytes, in addition to the weights.  A region unpacks one weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
+
+    @property
+    def exchange_groups(self) -> int:
+        """The number of groups of heads in which the exchanges around attention run; 1 if they are whole."""
+        return max((r.groups for r in self.regions), default=1)
 
     @property
     def live_bytes(self) -> int:
@@ -300,10 +313,14 @@ class Problem:
 _TUPLES = ("names", "shape", "stride", "uses")
 
 
+# Fields of a cost that are tuples of pairs.
+_PAIRS = ("traffic", "tiles", "attention_tiles")
+
+
 def _weight(*, source: Mapping[str, Any], **more: Any) -> Weight:
     return Weight(source=Source(**source), **{**more, **{name: tuple(more[name]) for name in _TUPLES}})
 
 
 def _region(*, weights: list[str], cost: Mapping[str, Any], **more: Any) -> Region:
-    pairs = {name: tuple((first, second) for first, second in cost.get(name, ())) for name in ("traffic", "tiles")}
+    pairs = {name: tuple((first, second) for first, second in cost.get(name, ())) for name in _PAIRS}
     return Region(weights=tuple(weights), cost=RegionCost(**{**cost, **pairs}), **more)

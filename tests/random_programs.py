@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering import lower
+from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pieces import parts, piece_bytes
@@ -47,23 +48,27 @@ MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
 
 @dataclass(frozen=True)
 class Layer:
-    """``exchange``: whether two all-to-alls follow, or, if ``beside``, one runs while the layer computes."""
+    """``exchange``: whether two all-to-alls follow, or, if ``beside``, one runs while the layer computes.  ``attends``:
+    whether there is attention between these, of queries, keys and values that are exchanged one by one."""
 
     hidden: int
     bias: bool
     exchange: bool
     beside: bool = False
+    attends: bool = False
 
 
 @dataclass(frozen=True)
 class Spec:
-    """``twice``: the first layer is read again at the end.  ``tied``: the head is the first layer's weight."""
+    """``twice``: the first layer is read again at the end.  ``tied``: the head is the first layer's weight.  ``groups``: of
+    heads, into which exchanges around attention are divided."""
 
     width: int
     layers: tuple[Layer, ...]
     twice: bool
     tied: bool
     seed: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,12 @@ def end_exchange(sent: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(sent)
 
 
+def attended(x: torch.Tensor) -> torch.Tensor:
+    """Attention of four heads, which the ranks divide."""
+    q, k, v = (scatter_heads(factor * x, 4)[None] for factor in (1.0, 0.5, 2.0))
+    return gather_heads(nn.functional.scaled_dot_product_attention(q, k, v)[0]).reshape(x.shape)
+
+
 class RandomModel(nn.Module):
     """Layers of odd widths: some read twice, some with a collective, one tied to the first, one larger than the others.
 
@@ -143,6 +154,8 @@ class RandomModel(nn.Module):
             y = x + torch.tanh(down(torch.nn.functional.gelu(up(x))))
             if sent is not None:
                 x = y + end_exchange(sent)
+            elif layer.exchange and layer.attends:
+                x = y + attended(y)
             elif layer.exchange:
                 x = y + gather_heads(scatter_heads(y, 4)).reshape(y.shape)
             else:
@@ -169,7 +182,7 @@ def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
     torch._dynamo.reset()
     model = RandomModel(spec).eval()
     x = torch.randn(4, spec.width)
-    return model, x, make_cut(trace(model, {"x": x}, 0), 1)
+    return model, x, make_cut(in_head_groups(trace(model, {"x": x}, 0), spec.groups), 1)
 
 
 @lru_cache(maxsize=512)  # all programs of a model run its regions

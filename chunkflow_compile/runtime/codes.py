@@ -249,11 +249,13 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
-    """The goal with the names of the weights that are compressed and sharded in ``cut``, which it may have left open."""
-    return replace(goal, pack=cut.packed, peers=cut.on_peers)
+    """The goal with the names of the weights that are compressed and sharded in ``cut``, and its number of groups of heads,
+    which it may have left open."""
+    groups = cut.problem.exchange_groups
+    return replace(goal, pack=cut.packed, peers=cut.on_peers, exchange_groups=groups > 1 and groups)
 
 
 def bare(settings: Settings) -> Settings:
     """The settings without the fields that differ between the sizes of one call, and between calls."""
-    goal = replace(settings.goal, pack=False, peers=False, hoist=False)
+    goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)
