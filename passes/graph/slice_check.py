@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from chunkflow_compile.passes.errors import FindingError
 
 from .discover import viewed
-from .slice_graphs import PhaseBuilder, Slice, part_of
+from .slice_graphs import Builder, Slice, part_of
 from .slice_rules import Boundary, NoRule, Part, shape_of
 from .slices import Phase, Write, fake_mode, layout_of
 
@@ -167,7 +167,7 @@ def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
     """The number of a part of a node as computed by the rules, or -1 if they cannot compute it."""
-    builder = PhaseBuilder(values, fake=fake, closed=True)
+    builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)
     except (NoRule, Boundary):

@@ -55,7 +55,7 @@ class _Step:
     operands: Any = None
 
 
-class PhaseBuilder:
+class Builder:
     """Builds the graph of a phase.
 
     ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if unknown.  ``fake``: mode in

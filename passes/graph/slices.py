@@ -32,7 +32,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .discover import viewed
 from .sizes import symbols_of
-from .slice_graphs import PhaseBuilder, Slice, Walk, depends_on, is_view_of_input
+from .slice_graphs import Builder, Slice, Walk, depends_on, is_view_of_input
 from .slice_rules import Boundary, NoRule, Part, is_reshape, op_name, shape_of
 
 __all__ = ["Phase", "Slice", "Whole", "Write", "fake_mode", "layout_of", "phases"]
@@ -202,7 +202,7 @@ class _Plan:
         else:
             if self._depends_on_streams(node) or node is self.largest:
                 raise Whole(f"The graph cannot be computed in slices: {failed}.")
-            builder = PhaseBuilder((), self.streams)
+            builder = Builder((), self.streams)
             builder.root(node, None)
             pieces, walk = (_Piece(None, 1),), builder.found
         for n, need in walk.needs.items():
@@ -221,7 +221,7 @@ class _Plan:
             if part.count % repeat:
                 raise Whole(f"{part.count} elements of {node} cannot be divided into {repeat} slices of one size.")
             pieces.append(_Piece(part, repeat))
-            builder = PhaseBuilder((), self.streams)
+            builder = Builder((), self.streams)
             builder.root(node, replace(part, count=part.count // repeat))
             found.taken |= builder.found.taken
             found.needs |= builder.found.needs
@@ -234,7 +234,7 @@ class _Plan:
         while todo:
             part = todo.pop()
             try:
-                PhaseBuilder((), self.streams).root(node, part)
+                Builder((), self.streams).root(node, part)
             except Boundary as boundary:
                 before, uneven = divmod(part.count * boundary.before, boundary.count)
                 if uneven:
@@ -266,9 +266,7 @@ class _Plan:
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
-            _build(
-                groups[key], PhaseBuilder({n for n, later in heights.items() if later > -key[0]}, self.streams, fake)
-            )
+            _build(groups[key], Builder({n for n, later in heights.items() if later > -key[0]}, self.streams, fake))
             for key in sorted(groups)
         ]
 
@@ -283,7 +281,7 @@ class _Build:
     """The graph of a phase before writes are added.  ``results``: for each result, the root, its node in the graph, and its
     slice or None for the whole root."""
 
-    builder: PhaseBuilder
+    builder: Builder
     repeat: int
     results: list[tuple[Node, Node, Slice | None]]
 
@@ -335,7 +333,7 @@ class _Build:
         return Phase(GraphModule(module, graph), inputs, slices, outputs, tuple(writes), self.repeat)
 
 
-def _build(group: Iterable[tuple[_Root, _Piece]], builder: PhaseBuilder) -> _Build:
+def _build(group: Iterable[tuple[_Root, _Piece]], builder: Builder) -> _Build:
     """Build the graph of a phase."""
     results, repeat = list[tuple[Node, Node, Slice | None]](), 1
     for root, piece in group:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Problem
 
-from .place import Builder
+from .place import PlanBuilder
 from .search import ROUNDING, Planner
 from .timeline import Simulator
 
@@ -33,7 +33,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: i
     """Yield the points of all plans tried, in arbitrary order, so that a caller can show progress.  ``arena``: see place."""
     outside = problem.unpacked_bytes  # as in place
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside, arena=arena)
-    builder = Builder(planner, arena=arena)
+    builder = PlanBuilder(planner, arena=arena)
     resident = planner.resident.step_s
     natural = planner.candidate(0, None)
     assert natural is not None

@@ -67,7 +67,7 @@ def place(
     outside += problem.unpacked_bytes + goal.counted(problem.live_bytes)
     simulator = Simulator(problem, hardware, chunk_bytes, timings)
     planner = Planner(problem, simulator, goal, outside, joins, 0 if inside else arena)
-    builder = Builder(planner, inside, arena)
+    builder = PlanBuilder(planner, inside, arena)
     if goal.policy == "chunkflow":
         taken = None if like is None else _taken_over(planner, builder, like)
         if taken is not None:
@@ -94,7 +94,7 @@ def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside
     """The minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return Builder(planner, arena=arena).minimal()[1]
+    return PlanBuilder(planner, arena=arena).minimal()[1]
 
 
 def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -108,7 +108,7 @@ def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
 
 
-def _prefix(planner: Planner, builder: Builder) -> Plan:
+def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
     """The layerwise plan with as many of the first blocks resident as fit in the budget."""
     if planner.goal.memory is None:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give weight_memory=BYTES.")
@@ -123,14 +123,14 @@ def _prefix(planner: Planner, builder: Builder) -> Plan:
     return builder.candidate(streamed)
 
 
-def _smallest(planner: Planner, builder: Builder) -> Plan:
+def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
     # The sizes of slots are rounded up, but not the sizes of resident weights, so the plan with all weights resident may be
     # smaller.
     return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 
-def _taken_over(planner: Planner, builder: Builder, like: Plan) -> Plan | None:
+def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | None:
     """The placement of ``like`` for this problem, or None if it does not meet the goal."""
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
     slots = {w.name: w.offset for w in like.streamed if w.offset is not None}
@@ -142,7 +142,7 @@ def _taken_over(planner: Planner, builder: Builder, like: Plan) -> Plan | None:
     return plan if plan.predicted.step_s <= target * (1 + ROUNDING) else None
 
 
-def _within_call(planner: Planner, builder: Builder) -> Plan:
+def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
     """A plan in which every weight is streamed, and arrives in time where that is possible without copies in the previous
     call."""
     memory = planner.goal.memory
@@ -158,7 +158,7 @@ def _within_call(planner: Planner, builder: Builder) -> Plan:
     return builder.candidate(_minimal(planner, builder, memory))
 
 
-def _minimal(planner: Planner, builder: Builder, memory: int) -> Candidate:
+def _minimal(planner: Planner, builder: PlanBuilder, memory: int) -> Candidate:
     """The smallest placement.  Raises ChunkflowError if it exceeds ``memory``."""
     smallest, floor = builder.minimal()
     if memory < floor:
@@ -181,7 +181,7 @@ def _minimal(planner: Planner, builder: Builder, memory: int) -> Candidate:
     return smallest
 
 
-def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
+def _fastest(planner: Planner, builder: PlanBuilder, memory: int) -> Plan:
     fitting = [c for c in (_minimal(planner, builder, memory), planner.all_resident) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
@@ -198,7 +198,7 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     return builder.candidate(min(fitting, key=planner.rank_key))
 
 
-class Builder:
+class PlanBuilder:
     """Builds plans from placements: assigns slots, and adds predictions and reasons."""
 
     def __init__(self, planner: Planner, inside: bool = False, arena: int = 0) -> None:
