@@ -217,7 +217,7 @@ def compile_by_kind(
     model._compiled_call_impl = CallWithProgress(model, progress)
 
 
-class Compiled:
+class CompiledForward:
     """The compiled forward of a module that a caching hook calls.  ``eager``: the original forward.
 
     When the hook is removed, diffusers sets this object as the forward of the module, and another hook may take it over.
@@ -267,15 +267,18 @@ def uncompile(model: nn.Module) -> None:
 
 def is_ours(call: Any) -> bool:
     """Whether the compiled call of a module was made by ChunkFlow."""
-    return isinstance(call, EagerForNested | Opened | CallWithProgress) or backend_of(call) in (chunkflow, _with_hooks)
+    return isinstance(call, EagerForNested | CallWithDynamicSizes | CallWithProgress) or backend_of(call) in (
+        chunkflow,
+        _with_hooks,
+    )
 
 
 def _eager(forward: Any) -> Any:
     """The original forward of a compiled one; any other forward as it is."""
-    return forward.eager if isinstance(forward, Compiled) else forward
+    return forward.eager if isinstance(forward, CompiledForward) else forward
 
 
-class Opened:
+class CallWithDynamicSizes:
     """The calls of a block.  From the first change on, the sizes that change between its calls are compiled as dynamic
     shapes.
 
@@ -348,15 +351,15 @@ def _compile_module(
     more["dynamic"] = False if opened else dynamic
     if (hook := caching_hook(module)) is not None:
         forward = hook.fn_ref.original_forward
-        hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))
+        hook.fn_ref.original_forward = CompiledForward(forward, torch.compile(forward, **more))
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
         # Dynamo does not compile frames of torch's own modules, such as Linear; it only traces them in calls by other code.
-        module._compiled_call_impl = torch.compile(_calling(module), **more)
+        module._compiled_call_impl = torch.compile(_function_that_calls(module), **more)
     call = module._compiled_call_impl
     assert call is not None
-    module._compiled_call_impl = EagerForNested(module._call_impl, Opened(call) if opened else call)
+    module._compiled_call_impl = EagerForNested(module._call_impl, CallWithDynamicSizes(call) if opened else call)
 
 
 class EagerForNested:
@@ -375,7 +378,7 @@ class EagerForNested:
         return self._compiled(*args, **kwargs)
 
 
-def _calling(module: nn.Module) -> FunctionType:
+def _function_that_calls(module: nn.Module) -> FunctionType:
     """A function that calls a module.  All modules with the same structure share the code object of this function."""
     call = module._call_impl
 

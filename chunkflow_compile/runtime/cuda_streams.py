@@ -66,7 +66,8 @@ class CudaStream:
         if name and self.cuda.profiled():
             work = partial(_within, self.cuda.named(name), work)
         if self._side:
-            _within(self.cuda.on(self.stream), work)
+            with self.cuda.on(self.stream):
+                work()
         else:
             work()
 
@@ -79,10 +80,9 @@ class CudaStream:
         event.record(self.stream)
 
     def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
-        frame = self.clock.open
         if self._staged is not None:
             self._staged.await_record(event)
-        if waited is None or frame is None:
+        if waited is None or (frame := self.clock.open) is None:
             self.stream.wait_event(event)
             return
         begin = frame.mark(self.stream)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from itertools import count
 
 import torch
 
@@ -31,7 +31,7 @@ class Frame:
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
         self._events: list[torch.cuda.Event] = []
-        self._used = 0
+        self._numbers = count()
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
         self._lock = threading.Lock()  # a second thread marks copies from pageable memory
         self._ends: tuple[int, ...] = ()
@@ -39,19 +39,23 @@ class Frame:
 
     def open(self, stream: torch.cuda.Stream | None, whole: bool) -> None:
         """Begin a call on ``stream``."""
-        self._used, self._ends, self.whole = 0, (), whole
+        self._numbers, self._ends, self.whole = count(), (), whole
         self._reports.clear()
         self.mark(stream)
 
     def mark(self, stream: torch.cuda.Stream | None) -> int:
         """Record a mark at this point of ``stream``; return its number."""
-        with self._lock:
-            number, self._used = self._used, self._used + 1
-            if number == len(self._events):
-                self._events.append(self._event())
-            event = self._events[number]
-        event.record(stream)
+        number = next(self._numbers)  # without the lock: one call into C
+        if number >= len(self._events):
+            self._grow(number)
+        self._events[number].record(stream)
         return number
+
+    def _grow(self, number: int) -> None:
+        """Make events up to this one."""
+        with self._lock:
+            while len(self._events) <= number:
+                self._events.append(self._event())
 
     @property
     def events(self) -> int:
@@ -87,7 +91,6 @@ class Frame:
     def report(self, start: float) -> None:
         """Report the times of all marks.  ``start``: the time of the first one, seconds."""
 
-        @cache
         def at(mark: int) -> float:
             return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
 

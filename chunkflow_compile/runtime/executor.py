@@ -223,8 +223,8 @@ class Executor:
 
     def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
         idle_s = self.state.idle_before(number, begin, end)
-        copied, windows = self.traffic.settle(end), cost.windows
-        read_s, read_bytes = self.binding.arena.reader.settle() if self.target.on_drive else (0.0, 0)
+        copied, windows = self.traffic.drain(end), cost.windows
+        read_s, read_bytes = self.binding.arena.reader.collect() if self.target.on_drive else (0.0, 0)
         if not whole or windows is None or self._file is None:
             return
         if self.captures is not None and end > begin:
@@ -262,8 +262,8 @@ class Executor:
             self.device.collect(True)
         self.traffic.forget()
 
-    def vacate(self) -> None:
+    def drop_references(self) -> None:
         """Drop every reference to the arena's memory.  No work may be in flight (:meth:`forget`).  The executor cannot run
         again."""
         self.instructions, self._values, self._prologues = [], [], {}
-        self.target.vacate()
+        self.target.drop_references()

@@ -273,7 +273,7 @@ class ThreadStream:
         self._put = partial(engine.put, self)
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        work = _as_here(_watched(work, watch, self._now))
+        work = _in_callers_modes(_watched(work, watch, self._now))
 
         def run(since: float) -> None:
             self.since, self.ended = since, None
@@ -331,7 +331,7 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
     return run
 
 
-def _as_here(work: Callable[[], None]) -> Callable[[], None]:
+def _in_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
     """Wrap work so that it runs in the caller's autograd modes, which torch keeps per thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
