@@ -48,6 +48,7 @@ from chunkflow_compile.frontend.preconditions import (
     weights_and_modules,
     with_fixed_batch,
 )
+from chunkflow_compile.frontend.survey import Survey, Unplanned, survey_of
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
@@ -162,11 +163,22 @@ def _compile_frame(
     progress = progress_of(graph if index.root is None else index.root)
     with progress.compiling():
         compiler = _graph_compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
-        compiler = replace(compiler, report=progress.say, by_kind=by_kind)
+        survey = survey_of(inputs)
+        compiler = replace(compiler, report=progress.say, by_kind=by_kind, survey=survey)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
             traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
-            compiled, runner = _compile_with_dynamic_shapes(graph, traced, compiler, fixed)
+            try:
+                compiled, runner = _compile_with_dynamic_shapes(
+                    graph, traced, compiler, fixed if survey is None else {*fixed}
+                )
+            except BudgetError as error:
+                if survey is None:
+                    raise
+                survey.note(error)
+                return Unplanned(graph, error)
+        if survey is not None:
+            return compiled
         progress.compiled(p.name for p in compiler.parameters)
     part, made = compiler.settings.part, runner.programs
     offloaded = frozenset[str]().union(*(program.offloaded for program in made))
@@ -255,12 +267,14 @@ def _compile_with_dynamic_shapes(
             fixed.add(names)
         except BudgetError:
             goal = compiler.settings.goal
-            if not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
+            whole = compiler.survey is not None and compiler.survey.whole
+            if whole or not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
                 raise
             said = (
                 "The graph that reads %s is compiled for each size: blocks can be split into slices only at fixed sizes"
             )
-            _log.warning(said, names[0])
+            if compiler.survey is None:
+                _log.warning(said, names[0])
             fixed.add(names)
     for value in inputs:
         if isinstance(value, torch.SymInt):
@@ -276,7 +290,7 @@ class _GraphCompiler:
     current stage of the work.  ``expected``: the goal that the model is expected to get, or None if it is not known.
     ``pieces``: bytes of this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.
     ``root``: returns the model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions
-    that are made before planning.
+    that are made before planning.  ``survey``: the survey that compiles it, in whose call nothing runs, or None.
     """
 
     chosen: Options
@@ -291,6 +305,7 @@ class _GraphCompiler:
     pieces: int = 0
     slow: frozenset[int] | None = None
     by_kind: bool = False
+    survey: Survey | None = None
     root: Callable[[], nn.Module | None] = lambda: None
     notes: tuple[str, ...] = ()
 
@@ -317,7 +332,8 @@ class _GraphCompiler:
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-        placement = None if self.index.root is None else placement_of(self.index.root)
+        # of a survey, it is for no call that runs
+        placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
         # only weak references, so that compiled code does not keep the model alive
@@ -363,8 +379,9 @@ class _GraphCompiler:
         self._refuse_pieces(program)
         settings = replace(settings, goal=decided(settings.goal, stage.cut))
         with dynamo_timed("chunkflow.lowering"):
-            regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
-        for note in notes:
+            lowering = chosen.lowering if self.survey is None else "eager"
+            regions = lower_regions(program, lowering, chosen.inductor, self.report, notes.append)
+        for note in notes if self.survey is None else ():
             _log.warning("%s", note)
         code = Code(
             program=program,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -18,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
 
-from chunkflow_compile.frontend.backend import chunkflow
+from chunkflow_compile.frontend.backend import CompilationError, chunkflow
 from chunkflow_compile.frontend.block_kinds import (
     Kind,
     between_hooks,
@@ -32,8 +31,9 @@ from chunkflow_compile.frontend.block_kinds import (
 )
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
+from chunkflow_compile.frontend.survey import surveyed
 from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, shortage
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
@@ -197,7 +197,7 @@ def compile_by_kind(
     if why := _why_whole(model, options):
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
-        model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model))
+        model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model), whole=True)
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
@@ -310,10 +310,15 @@ def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
 
 
 class CallWithProgress:
-    """The calls of a model.  They show the progress of its compilations."""
+    """The calls of a model.  They show the progress of its compilations.
 
-    def __init__(self, model: nn.Module, progress: CompileProgress) -> None:
-        self._called, self._progress = model._compiled_call_impl, progress
+    If a budget is too small for one of its parts, the call raises the error for the part that needs most.  The programs that
+    a failed call has started end, so plans do not count activations of sizes whose calls never succeeded.
+    """
+
+    def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
+        """``whole``: whether the model is compiled as one call."""
+        self._called, self._progress, self._whole = model._compiled_call_impl, progress, whole
         self._model = weakref.ref(model)  # weak, so that a dropped model is freed at once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,8 +327,31 @@ class CallWithProgress:
         if torch.compiler.is_compiling():  # as part of other code that is being compiled
             return call(*args, **kwargs)
         placement = placement_of(model)
-        with self._progress, contextlib.nullcontext() if placement is None else placement.store.first_call():
-            return call(*args, **kwargs)
+        if placement is None:
+            with self._progress:
+                return call(*args, **kwargs)
+        before = set(placement.programs)
+        with self._progress, placement.store.first_call():
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                first = shortage(error)
+                if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
+                    placement.end_programs(before)  # without memory the call may run again, under smaller plans of them
+                alone = placement.store.peers is None  # else the ranks wait for each other
+                if first is not None and not self._whole and alone:
+                    _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
+                raise
+
+
+def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -> None:
+    """Raise the ``largest`` error in the form of ``error``, which the call has raised for the ``first`` part, unless the two
+    are the same."""
+    if largest is first:
+        return
+    if first is error:
+        raise largest from first
+    raise CompilationError(chunkflow, largest, inspect.currentframe()) from largest
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:

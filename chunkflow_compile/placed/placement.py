@@ -179,6 +179,12 @@ class Placement:
                 other.close()
         self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
+    def end_programs(self, before: Collection[SingleCall]) -> None:
+        """End all programs that were added since.  ``before``: the programs that stay."""
+        for program in self.programs:
+            if program not in before:
+                program.close()
+
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """A context in which no step runs: it waits for the steps of other threads, and blocks new steps."""

@@ -200,6 +200,8 @@ class Executor:
         arena, cold = self.binding.arena, stale is None
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
+        if cold:
+            self.device.recover()  # a copy that failed was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
@@ -213,7 +215,7 @@ class Executor:
 
     def _prologue(self, stale: Collection[str] | None, jumps: bool) -> list[Issue]:
         """The functions that issue the prologue of the call.  ``stale``, ``jumps``: see :meth:`_prime`."""
-        lanes = self.device.moves
+        lanes = self.device.lane_names
         if (kept := self._prologues.get((jumps, lanes))) is not None and not stale:
             return kept
         made = instructions(self.target, self.cycle.prologue(self.call, lanes, stale, jumps=jumps))

@@ -90,11 +90,13 @@ def place(
     return plan
 
 
-def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0) -> int:
-    """The minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``: see place."""
+def least_memory(
+    problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0, part: bool = False
+) -> int:
+    """The minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return PlanBuilder(planner, arena=arena).minimal()[1]
+    return PlanBuilder(planner, arena=arena).minimal(part)[1]
 
 
 def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -155,12 +157,12 @@ def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
         later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
         if builder.slots(candidate := planner.play(later)) <= memory:
             return builder.candidate(candidate)
-    return builder.candidate(_minimal(planner, builder, memory))
+    return builder.candidate(_minimal(planner, builder, memory, part=True))
 
 
-def _minimal(planner: Planner, builder: PlanBuilder, memory: int) -> Candidate:
-    """The smallest placement.  Raises ChunkflowError if it exceeds ``memory``."""
-    smallest, floor = builder.minimal()
+def _minimal(planner: Planner, builder: PlanBuilder, memory: int, part: bool = False) -> Candidate:
+    """The smallest placement.  Raises BudgetError if it exceeds ``memory``.  ``part``: see place."""
+    smallest, floor = builder.minimal(part)
     if memory < floor:
         finer = "cut finer regions with a smaller group_bytes"
         if floor == planner.kept_bytes:
@@ -221,10 +223,11 @@ class PlanBuilder:
         streamed = self._streamed(windows)
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
-    def minimal(self) -> tuple[Candidate, int]:
-        """The placement in which each copy starts in the window of its first reader, and the minimum bytes of any plan."""
+    def minimal(self, part: bool = False) -> tuple[Candidate, int]:
+        """The placement in which each copy starts in the window of its first reader, and the minimum bytes of any plan.  For
+        a ``part`` (see place), only plans in which every weight is streamed are considered."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
-        return smallest, min(map(self.slots, (smallest, self.planner.all_resident)))
+        return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None

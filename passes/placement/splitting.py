@@ -4,7 +4,7 @@ Contract
     On entry: a Cut with one region for each run of regions in a block, and a function that plans its problems.
     On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum with
     which weights and activations fit in the budget, or larger if this reduces the predicted step below 1 / ``AS_GOOD`` of
-    that, because smaller activations leave more memory for weights.
+    that, because smaller activations leave more memory for weights.  If none fits, the Cut with the smallest minimum.
 
 Block types may have different numbers of slices: a type with smaller activations than others needs fewer slices.
 """
@@ -29,25 +29,26 @@ REPEATS = (1, 2, 4, 8, 16)
 BlockType = tuple[str, ...]
 
 
-def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan]) -> Cut:
+def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable[[Cut], int]) -> Cut:
     """The cut with the best plan within a budget.  ``cuts``: cuts of a graph, with smaller and smaller activations.
 
-    ``plan``: raises ChunkflowError if the budget is too small.  If it is too small for all cuts, the last one is returned.
+    ``plan``: raises ChunkflowError if the budget is too small.  If it is too small for all cuts, the cut with the smallest
+    ``least`` is returned, so that the error then states the minimum.
     """
     best: Cut | None = None
-    least_s, tried = math.inf, None
+    least_s, refused = math.inf, list[Cut]()
     for tried in cuts:
         try:
             found = plan(tried).predicted
         except ChunkflowError:
+            refused.append(tried)
             continue
         assert found is not None
         if found.step_s < least_s / AS_GOOD:
             best, least_s = tried, found.step_s
         if found.step_s <= AS_GOOD * found.resident_step_s:
             break
-    assert tried is not None
-    return best or tried
+    return best or min(refused, key=least)
 
 
 def split_into(cut: Cut, repeat: int) -> Cut:
