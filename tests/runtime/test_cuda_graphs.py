@@ -284,7 +284,11 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
+# torch lays these out as it does others of the same kind.
+LONG = ("every other column", "a part of a transposed tensor", "a lazy negative")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in VIEWS])
 def test_an_output_keeps_its_strides(name: str, no_grad: None) -> None:
     """Op by op and as a graph.  Code after a graph break is guarded for them, and is not compiled again."""
 
@@ -340,7 +344,7 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wanted", [True, "collectives"])
+@pytest.mark.parametrize("wanted", [pytest.param(True, marks=pytest.mark.long), "collectives"])
 def test_collectives_are_recorded_if_they_are_asked_for(wanted: Any, two_ranks: None, no_grad: None) -> None:
     cuda = FakeCuda(copy_s=1e-4)
     model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted)
