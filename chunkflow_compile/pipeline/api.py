@@ -77,12 +77,12 @@ def compile(
     whole, and so is one with ``cudagraphs=True``.
 
     The components of a pipeline share one budget of device memory.  Transformers, encoders and ControlNets are compiled like
-    single models, and so is the decoder of a VAE.  Components run one after another, and the weights of the least recently used
-    component are evicted first.  Several threads may call ``pipe(...)``: one generation runs at a time.  The first generation
-    compiles, and shows its progress on a terminal.  One line per component is logged at INFO, and once more after the first
-    generation, then with the times of its calls.  A component with GGUF weights runs eagerly, with a warning that names it,
-    because torch.compile does not support them.  Components that belong to another compiled pipeline are shared with it, and
-    so is its budget.
+    single models, and so is the decoder of a VAE.  Components run one after another, and the weights of the least recently
+    used component are evicted first.  Several threads may call ``pipe(...)``: one generation runs at a time.  The first
+    generation compiles, and shows its progress on a terminal.  One line per component is logged at INFO, and once more after
+    the first generation, then with the times of its calls.  A component with GGUF weights runs eagerly, with a warning that
+    names it, because torch.compile does not support them.  Components that belong to another compiled pipeline are shared
+    with it, and so is its budget.
 
     All arguments except the first are passed by name.
 
