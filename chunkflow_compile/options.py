@@ -22,6 +22,7 @@ from chunkflow_compile.passes.names import (
     DEFAULT_MIN_BYTES,
     ONLY_PREDICTED,
     POLICIES,
+    ExchangeGroups,
     Hoist,
     Pack,
     Policy,
@@ -72,6 +73,7 @@ class PipelineOptions(_Keyword, total=False):
     pack: Pack
     hoist: Hoist | Sequence[str]
     split: Split
+    exchange_groups: ExchangeGroups
     disable: Sequence[str]
     pin_memory: Size | None
     debug: str | Sequence[str]
@@ -174,6 +176,12 @@ class Options:
     device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none.  Other numbers are rounded
     down to a power of two, at most 16."""
 
+    exchange_groups: ExchangeGroups = False
+    """Into how many groups of heads the all-to-alls around attention are divided under Ulysses, so that one group is
+    exchanged while another computes attention.  A number: a divisor of the attention heads of each rank.  "auto": the number
+    with which the step is predicted to be shortest, or none if that gains less than 3 %, as with NVLink.  All ranks need the
+    same value."""
+
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "rotary", "recompute", "views", "sharing", "verify", "cycle"."""
 
@@ -205,6 +213,8 @@ class Options:
             check_choice(ALIASES.get(name, name), value, allowed)
         if self.split != "auto" or not isinstance(self.split, str):
             whole_number(self.split, "Option split", 1)
+        if self.exchange_groups is not False and self.exchange_groups != "auto":
+            whole_number(self.exchange_groups, "Option exchange_groups, unless it is False or 'auto',", 1)
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             if getattr(self, name) is not None or name != "group_bytes":
                 whole_number(getattr(self, name), f"Option {name}", least)
@@ -255,7 +265,15 @@ class Options:
         """What plans are made for."""
         hoist = self.hoist if self.hoist is False or self.hoist == "auto" else True
         return Goal.given(
-            self.memory, self.weight_memory, self.slowdown, self.policy, self.yields, self.pack, hoist, self.split
+            self.memory,
+            self.weight_memory,
+            self.slowdown,
+            self.policy,
+            self.yields,
+            self.pack,
+            hoist,
+            self.split,
+            self.exchange_groups,
         )
 
     def debugging(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.names import Hoist, OnPeers, Pack, Policy, Split, Yield
+from chunkflow_compile.passes.names import ExchangeGroups, Hoist, OnPeers, Pack, Policy, Split, Yield
 from chunkflow_compile.units import Size, parse_bytes
 
 # The longest step where the user gives neither a budget nor a slowdown.
@@ -27,6 +27,9 @@ class Goal:
     weights need not be streamed in each; "auto" where a step is then predicted to be shorter.
     ``split``: into how many slices the tokens of each block are split (graph/split.py), so that fewer bytes of activations
     are alive; "auto" for as few as a budget of weights and activations needs.
+    ``exchange_groups``: into how many groups of heads the all-to-alls around attention are divided (graph/head_groups.py), so
+    that one group is exchanged while another computes; False for none, "auto" for the number with which the step is predicted
+    to be shortest.
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores a
     field.
     """
@@ -40,6 +43,7 @@ class Goal:
     peers: OnPeers | frozenset[str] = False
     hoist: Hoist = False
     split: Split = "auto"
+    exchange_groups: ExchangeGroups = False
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.slowdown is not None:
@@ -68,6 +72,7 @@ class Goal:
         pack: Pack,
         hoist: Hoist = False,
         split: Split = "auto",
+        exchange_groups: ExchangeGroups = False,
     ) -> Goal:
         """The goal that a user gives.  Raises ChunkflowError also if both budgets are given, or if one is not a size."""
         if memory is not None and weight_memory is not None:
@@ -85,6 +90,7 @@ class Goal:
             pack=pack,
             hoist=hoist,
             split=split,
+            exchange_groups=exchange_groups,
         )
         return goal if given is None else replace(goal, memory=parse_bytes(given, goal.option))
 

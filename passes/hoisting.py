@@ -166,7 +166,14 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
     alone = replace(
         settings,
         goal=replace(
-            settings.goal, memory=None, activations=False, slowdown=None, hoist=False, peers=False, yields="auto"
+            settings.goal,
+            memory=None,
+            activations=False,
+            slowdown=None,
+            hoist=False,
+            peers=False,
+            yields="auto",
+            exchange_groups=False,
         ),
         plan=None,
         timings=None,

@@ -45,6 +45,10 @@ Hoist = Literal[False, True, "auto"]
 # Into how many slices the tokens of a block are split (graph/split.py): "auto" for as few as the budget needs.
 Split = int | Literal["auto"]
 
+# Into how many groups of heads the exchanges around attention are divided (graph/head_groups.py): "auto" for as many as make
+# the predicted step shortest.
+ExchangeGroups = Literal[False, "auto"] | int
+
 # How a prefetch moves its bytes, each kind in a lane of its own, which is in order: "copy" from host memory, "pull" from the
 # devices of the ranks.
 Lane = Literal["copy", "pull"]

@@ -1,7 +1,7 @@
 """Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
-regions     regions of pure compute between collectives            rotary, discover, cut, peers, split, pack
+regions     regions of pure compute between collectives            head groups, rotary, discover, cut, peers, split, pack
 planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
@@ -18,6 +18,7 @@ from typing import Literal
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, merged
 from chunkflow_compile.passes.graph.discover import discover
+from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
@@ -25,6 +26,7 @@ from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
+from chunkflow_compile.passes.placement.exchanging import GroupChoice, choose_groups, given_groups
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.splitting import best_split, split_into, splits
 from chunkflow_compile.passes.placement.timeline import Simulator
@@ -39,6 +41,7 @@ from .hardware import Hardware
 from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, StageName
 from .plan import Plan
 from .problem import Problem
+from .step import Scheduler
 
 # Share of a step that waiting for all copies at the ends of calls may cost where it is not asked for: what a launch of a
 # whole call saves where the host is the bound is many times that.
@@ -199,8 +202,44 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs.
 
     Here alone is decided which weights are compressed, and which are sharded: those that are already, if any is, else as
-    ``settings`` say.  Raises ChunkflowError if they must be sharded and cannot be.
+    ``settings`` say.  Raises ChunkflowError if they must be sharded, or exchanges be divided, and cannot be.
     """
+    groups = settings.goal.exchange_groups
+    if groups == "auto":
+        if settings.plan is not None:
+            cuts = (_cut_as_it_is(graph, settings) for _, graph in given_groups(traced))
+            return next(
+                (cut for cut in cuts if cut.problem.digest == settings.plan.problem), _cut_as_it_is(traced, settings)
+            )
+        groups = groups_for(traced, settings).groups
+    return _cut_as_it_is(in_head_groups(traced, groups) if groups else traced, settings)
+
+
+def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
+    """Into how many groups of heads the exchanges of a graph are divided where ``settings`` leave it open."""
+    repeats, hardware = traced.repeats, settings.hardware
+
+    def resident_s(graph: Traced) -> float:
+        problem = whole_blocks(make_cut(graph, disabled=settings.disabled), settings).problem
+        simulator = Simulator(problem, hardware, settings.chunk_bytes)
+        return simulator.play(Scheduler(problem, settings.chunk_bytes).step({}), spans=False).step_s
+
+    def planned(graph: Traced) -> Plan:
+        plan = judged(
+            (cut := _cut_as_it_is(graph, settings)).problem,
+            repeats,
+            settings.goal,
+            lambda problem, *, goal, ends=None: make_plan(
+                problem, replace(settings, goal=goal, part=False), inside=repeats is not None, ends=ends
+            ),
+        )
+        return plan(cut.problem)
+
+    return choose_groups(traced, resident_s, planned)
+
+
+def _cut_as_it_is(traced: Traced, settings: Settings) -> Cut:
+    """The cut of a graph whose exchanges are as they are to be."""
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     budget = goal_of_cut(traced, settings).memory is not None
     planned = judged(

@@ -107,6 +107,7 @@ class RegionCost:
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     ``tiles``: of each GEMM of a region that runs on slices, the tiles of a call, and the FLOPs of all calls.
+    ``attention_tiles``: the same of each attention of a group of heads.
     """
 
     flops: int
@@ -118,6 +119,7 @@ class RegionCost:
     traffic: tuple[tuple[int, int], ...] = ()
     kernels: int = 0
     tiles: tuple[tuple[int, int], ...] = ()
+    attention_tiles: tuple[tuple[int, int], ...] = ()
 
     def repeated(self, times: int) -> RegionCost:
         """The work of a region that runs several times in a row."""
@@ -138,12 +140,16 @@ class RegionCost:
         return (self.flops - self.attention) / hardware.flops(self.dtype)
 
     def idle_seconds(self, hardware: Hardware) -> float:
-        """Of the last waves of ``tiles``, in which some multiprocessors have none.  The rate of GEMMs is that of whole ones,
-        which have many waves."""
+        """Of the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors have none.  The rates of
+        GEMMs and of attention are those of whole ones, which have many waves."""
         if not (count := hardware.multiprocessors):
             return 0.0
-        idle = sum(flops * (-(-tiles // count) * count / tiles - 1) for tiles, flops in self.tiles)
-        return idle / hardware.flops(self.dtype)
+
+        def idle(kernels: tuple[tuple[int, int], ...]) -> float:
+            return sum(flops * (-(-tiles // count) * count / tiles - 1) for tiles, flops in kernels)
+
+        attention = idle(self.attention_tiles) / hardware.attention_rate(self.dtype) if self.attention_tiles else 0.0
+        return idle(self.tiles) / hardware.flops(self.dtype) + attention
 
     def attention_seconds(self, hardware: Hardware) -> float:
         """Of the attention among its products; a mask makes it slower."""
@@ -157,7 +163,8 @@ class Region:
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: in the order of the region's
     inputs.  ``repeat``: how often its code is called, once for each slice of its values (graph/split.py).  ``live``: most
-    bytes of activations that are alive while it runs (cost/live.py).
+    bytes of activations that are alive while it runs (cost/live.py).  ``groups``: if it computes attention of a group of
+    heads, the number of groups (graph/head_groups.py), else 1.
     """
 
     index: int
@@ -169,6 +176,7 @@ class Region:
     cost: RegionCost
     repeat: int = 1
     live: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +217,11 @@ class Problem:
     def unpacked_bytes(self) -> int:
         """Most bytes of values that a region has unpacked at a time, beside the weights: one weight after the other."""
         return max((w.source.values for w in self.weights), default=0)
+
+    @property
+    def exchange_groups(self) -> int:
+        """The number of groups of heads in which the exchanges around attention run; 1 if they are whole."""
+        return max((r.groups for r in self.regions), default=1)
 
     @property
     def live_bytes(self) -> int:
@@ -294,10 +307,14 @@ class Problem:
 _TUPLES = ("names", "shape", "stride", "uses")
 
 
+# Fields of a cost that are tuples of pairs.
+_PAIRS = ("traffic", "tiles", "attention_tiles")
+
+
 def _weight(*, source: Mapping[str, Any], **more: Any) -> Weight:
     return Weight(source=Source(**source), **{**more, **{name: tuple(more[name]) for name in _TUPLES}})
 
 
 def _region(*, weights: list[str], cost: Mapping[str, Any], **more: Any) -> Region:
-    pairs = {name: tuple((first, second) for first, second in cost.get(name, ())) for name in ("traffic", "tiles")}
+    pairs = {name: tuple((first, second) for first, second in cost.get(name, ())) for name in _PAIRS}
     return Region(weights=tuple(weights), cost=RegionCost(**{**cost, **pairs}), **more)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Quantisation
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Yield
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, ExchangeGroups, Yield
 from chunkflow_compile.units import enough
 
 # The machine that commands plan for where none is named and there is no GPU.
@@ -60,6 +60,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
     add_pack(parser)
     add_split(parser)
+    add_exchange_groups(parser)
     pieces = (
         "shard weights across the GPUs of the P ranks, which copy them from each other; yes: all weights; auto: those that "
         "make a step within the budget faster, or a plan for --slowdown smaller (default no)"
@@ -138,6 +139,20 @@ def add_split(parser: argparse.ArgumentParser) -> None:
         "GPU at a time; auto: as few as --memory needs, 1 to 16 (default auto)"
     )
     parser.add_argument("--split", type=_slices, default="auto", metavar="K", help=which)
+
+
+def add_exchange_groups(parser: argparse.ArgumentParser) -> None:
+    """Add the option of exchanges in groups of heads."""
+    which = (
+        "divide the all-to-alls around attention into G groups of heads, so that one group is exchanged while another "
+        "computes; auto: if a step is then at least 3 %% shorter (default no)"
+    )
+    parser.add_argument("--exchange-groups", type=_groups, default=False, metavar="G", help=which)
+
+
+def _groups(text: str) -> ExchangeGroups:
+    """A value of --exchange-groups.  Raises argparse's error for any other."""
+    return False if text == "no" else _slices(text)
 
 
 def _slices(text: str) -> int | Literal["auto"]:

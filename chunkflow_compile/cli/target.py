@@ -217,6 +217,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         pack=FORMS[arguments.pack],
         hoist=FORMS[arguments.hoist],
         split=arguments.split,
+        exchange_groups=arguments.exchange_groups,
     )
 
 

@@ -236,11 +236,13 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
-    """A goal with the names of the weights that are packed and sharded, of which it may have left the choice open."""
-    return replace(goal, pack=cut.packed, peers=cut.on_peers)
+    """A goal with the names of the weights that are packed and sharded, and the number of groups of heads, of which it may
+    have left the choice open."""
+    groups = cut.problem.exchange_groups
+    return replace(goal, pack=cut.packed, peers=cut.on_peers, exchange_groups=groups > 1 and groups)
 
 
 def bare(settings: Settings) -> Settings:
     """Without what differs between sizes of one call, and between calls."""
-    goal = replace(settings.goal, pack=False, peers=False, hoist=False)
+    goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)

@@ -72,6 +72,13 @@ def gemm_tiles(values: Values) -> tuple[tuple[int, int], ...]:
     return tuple((-(-shape[-2] // _TILE[0]) * -(-shape[-1] // _TILE[1]) * prod(shape[:-2]), f) for shape, f in gemms)
 
 
+def attention_tiles(values: Values) -> tuple[tuple[int, int], ...]:
+    """Tiles of queries of each attention of a region, over all its samples and heads, and its FLOPs."""
+    found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
+    ops = [(tensors(values[node])[0].shape, f) for node, f in found if f and _kind(node, values) == "attention"]
+    return tuple((-(-shape[-2] // _TILE[0]) * prod(shape[:-2]), f) for shape, f in ops if len(shape) > 2)
+
+
 def _is_gemm(node: Node, values: Values) -> bool:
     return _kind(node, values) == "matmul" and len(tensors(values[node])) == 1 and tensors(values[node])[0].dim() > 1
 

@@ -142,6 +142,7 @@ def _concatenated(regions: Sequence[Region], index: int) -> Region:
         nodes=sum(r.nodes for r in regions),
         weights=tuple(dict.fromkeys(name for r in regions for name in r.weights)),
         cost=_sum(r.cost for r in regions),
+        groups=max(r.groups for r in regions),
     )
 
 
@@ -159,4 +160,5 @@ def _sum(costs: Iterable[RegionCost]) -> RegionCost:
         traffic=tuple(sorted(traffic.items())),
         kernels=sum(c.kernels for c in costs),
         tiles=tuple(tile for c in costs for tile in c.tiles),
+        attention_tiles=tuple(tile for c in costs for tile in c.attention_tiles),
     )

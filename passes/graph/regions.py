@@ -27,7 +27,7 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.passes.cost.count import gemm_tiles, region_cost
+from chunkflow_compile.passes.cost.count import attention_tiles, gemm_tiles, region_cost
 from chunkflow_compile.passes.cost.fusion import Storages
 from chunkflow_compile.passes.cost.kernels import INLINED
 from chunkflow_compile.passes.cost.live import live_of
@@ -48,6 +48,7 @@ from .discover import (
     nbytes,
     viewed,
 )
+from .exchanges import groups_of
 from .keys import structural_key
 from .recompute import to_recompute
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
@@ -439,6 +440,7 @@ def _build(
         nodes=len(nodes),
         weights=tuple(weight_nodes[n] for n in inputs if n in weight_nodes),
         cost=costs[key],
+        groups=groups_of(nodes),
     )
     return CutRegion(info, module, tuple(inputs), outputs)
 
@@ -446,11 +448,14 @@ def _build(
 def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
     """The cost of a region at the sizes of a traced graph: of all its calls, if it is repeated."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
-    cost = region_cost(values, traced.fused)
-    if slicing is None:
-        return cost
-    tiles = tuple((count, flops * slicing.repeat) for count, flops in gemm_tiles(values))
-    return replace(cost.repeated(slicing.repeat), tiles=tiles)
+    cost, repeat = region_cost(values, traced.fused), 1 if slicing is None else slicing.repeat
+    tiles = () if slicing is None else _times(gemm_tiles(values), repeat)
+    of_group = _times(attention_tiles(values), repeat) if groups_of(module.graph.nodes) > 1 else ()
+    return replace(cost.repeated(repeat), tiles=tiles, attention_tiles=of_group)
+
+
+def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, int], ...]:
+    return tuple((count, flops * repeat) for count, flops in tiles)
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:

@@ -101,7 +101,7 @@ class Builder:
 
     def _step(self, node: Node, part: Part | None) -> _Step:
         """How a node, or a part of it, is computed."""
-        if node.op == "placeholder" or (self._is_given(node) and (part is None or part.outer == 1)):
+        if node.op == "placeholder" or (self._is_given(node) and self._can_take(node, part)):
             return _Step(())
         call, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
         assert isinstance(call, Node)
@@ -226,6 +226,10 @@ class Builder:
         part = rule.args[0].part if isinstance(rule, Sliced) else None
         alone = part is not None and part.outer == 1 and shape_of(view.all_input_nodes[0])[part.dim] == size
         return part.dim if part is not None and alone else None
+
+    def _can_take(self, node: Node, part: Part | None) -> bool:
+        """Whether a part of an input, or of what an earlier phase computes, is a slice of it."""
+        return part is None or part.outer == 1
 
     def _take(self, node: Node, part: Part | None) -> Node:
         if part is not None and part.outer != 1:

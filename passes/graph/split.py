@@ -143,6 +143,7 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
             weights=tuple(dict.fromkeys(weights[node] for node in taken if node in weights)),
             cost=cost_at(module, cut.traced, calls.slicing),
             repeat=1 if calls.slicing is None else calls.slicing.repeat,
+            groups=region.info.groups,
         )
         yield CutRegion(info, module, taken, tuple(map(value.__getitem__, calls.outputs)), calls.slicing)
 

@@ -1,0 +1,138 @@
+"""Exchanges: the attention of a graph whose heads the ranks divide, and the all-to-alls before and after it.
+
+With Ulysses each rank holds a part of the tokens.  All-to-alls give it all tokens of a part of the heads; it computes their
+attention, and another all-to-all returns the result.
+
+Contract
+    On entry: an ATen inference graph, which is not changed.
+    On exit: one :class:`Exchange` for each attention between all-to-alls, in the order of the graph.
+    Raises NoGroups, with the reason in a sentence, if the exchange of one of them cannot be divided by heads in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .discover import collective_kind, completes_itself, is_wait_tensor
+from .slice_rules import is_attention, op_name, shape_of
+
+# Ops that compute the inputs of an exchange, or read its results.  Nothing between attention and its exchanges is one.
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
+# The all-to-all whose operands and results are known by the sizes of its parts.
+ALL_TO_ALL = "_c10d_functional::all_to_all_single"
+# In the metadata of the nodes that compute the attention of a group of heads: the number of groups.
+GROUPS = "exchange_groups"
+
+
+class NoGroups(ChunkflowError):
+    """The exchanges of a graph cannot be divided into groups of heads."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An attention between all-to-alls.
+
+    ``attention``: the op.  ``sent``: the all-to-alls that give it queries, keys and values, in the order of the graph.
+    ``back``: the all-to-all of its result.  ``heads``: the number of heads of this rank.
+    ``inside``: the nodes between, that is, those that depend on what was received and that ``back`` depends on.
+    """
+
+    attention: Node
+    sent: tuple[Node, ...]
+    back: Node
+    heads: int
+    inside: frozenset[Node]
+
+
+def groups_of(nodes: Iterable[Node]) -> int:
+    """The number of groups of heads if nodes compute the attention of one, else 1."""
+    return max((node.meta.get(GROUPS, 1) for node in nodes), default=1)
+
+
+def exchanges(graph: Graph) -> tuple[Exchange, ...]:
+    """The attention of a graph that is between all-to-alls."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    found = (_exchange(node, place) for node in graph.nodes if collective_kind(node) == "all-to-all")
+    return tuple(exchange for exchange in found if exchange is not None)
+
+
+def completion(collective: Node) -> Node:
+    """The op that completes an all-to-all.  Raises NoGroups if there is not exactly one, which all its readers follow."""
+    users = [*collective.users]
+    if len(users) != 1 or not is_wait_tensor(users[0]):
+        raise NoGroups(f"The result of {collective.name} is read before its completion.")
+    return users[0]
+
+
+def _exchange(back: Node, place: Mapping[Node, int]) -> Exchange | None:
+    """The exchange that ends with an all-to-all; None if that follows no attention whose operands were exchanged."""
+    before = [*_before(back)]
+    attention = [node for node in before if is_attention(node) or "attn" in str(node.target)]
+    sent = {node for node in before if collective_kind(node) == "all-to-all"}
+    if not attention or not sent:
+        return None
+    for node in (*sent, back):
+        _check_known(node)
+    if len(attention) > 1:
+        raise NoGroups(f"The all-to-all {back.name} returns the results of several attention ops.")
+    (op,) = attention
+    if not is_attention(op):
+        raise NoGroups(f"The attention op {op.target} has no rule by which a part of its heads can be computed.")
+    received = {completion(node) for node in sent}
+    inside = _between(received, back, place)
+    for node in inside:
+        if outside := [user for user in node.users if user not in inside and user is not back]:
+            raise NoGroups(f"{outside[0].name} also reads {node.name}, which is part of an exchanged attention.")
+    sizes = shape_of(op.all_input_nodes[0])
+    if not all(isinstance(size, int) for size in sizes):
+        raise NoGroups(
+            "The sizes of the graph are symbolic, and heads are divided only at fixed sizes: compile the model with "
+            "dynamic=False."
+        )
+    return Exchange(op, tuple(sorted(sent, key=place.__getitem__)), back, int(sizes[-3]), frozenset(inside))
+
+
+def _check_known(node: Node) -> None:
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == ALL_TO_ALL:
+        return
+    what = "returns only when it is complete" if completes_itself(node) else "is no all_to_all_single"
+    raise NoGroups(
+        f"The collective {node.target} ({node.name}) {what}, so that its exchange cannot be divided by heads: exchange heads "
+        "with torch.distributed's all_to_all_single."
+    )
+
+
+def _before(back: Node) -> Iterator[Node]:
+    """The nodes from which an all-to-all gets its operand, up to products and other collectives, which are among them."""
+    todo, seen = [*back.all_input_nodes], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if op_name(node) in _PRODUCTS:
+            continue
+        yield node
+        if collective_kind(node) is None:
+            todo += node.all_input_nodes
+
+
+def _between(received: Collection[Node], back: Node, place: Mapping[Node, int]) -> set[Node]:
+    """The nodes that depend on what was received, and that an all-to-all depends on."""
+    first, inside = min(place[node] for node in received), set[Node]()
+    todo, above = [back], set[Node]()
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node not in above and node not in received and place[node] > first:
+                above.add(node)
+                todo.append(node)
+    for node in sorted(above, key=place.__getitem__):
+        if any(operand in inside or operand in received for operand in node.all_input_nodes):
+            inside.add(node)
+    return inside

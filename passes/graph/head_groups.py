@@ -1,0 +1,388 @@
+"""Head groups: the exchanges around attention in groups of heads, so that one group is exchanged while another computes.
+
+Attention computes each head by itself.  With Ulysses, the all-to-alls before and after it are otherwise exposed: nothing else
+can be computed while they run.
+
+Contract
+    On entry: a Traced, which is not changed, and the number of groups.
+    Preserved: the values that the graph computes, to the bit in eager mode.  All ranks must divide the heads alike.
+    On exit: a Traced of the same inputs and results.  All groups are sent first, one group after the other.  For each group
+    in turn, compute awaits what it has received, computes attention, and starts to return the result.  It awaits the
+    results of all groups after the last one.
+    Raises NoGroups, with the reason in a sentence, if the heads cannot be divided so.
+
+Method
+    The rules of slices (slice_rules.py) give, op by op, the parts of what was received that a part of the heads needs.  An
+    all-to-all of the parts of equal rows gives the same parts of its result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from .exchanges import GROUPS, Exchange, NoGroups, completion, exchanges
+from .slice_graphs import Builder, Slice
+from .slice_rules import Boundary, NoRule, Part, op_name, shape_of
+from .slices import fake_mode
+from .traced import Traced
+
+_aten = torch.ops.aten
+_VIEWS = ("view", "_unsafe_view", "reshape")
+
+
+def possible_groups(traced: Traced) -> tuple[int, ...]:
+    """The numbers of groups, above 1, that divide the heads of every exchanged attention; empty if there is none.
+
+    Raises NoGroups if an exchange cannot be divided in any case.
+    """
+    found = exchanges(traced.graph.graph)
+    if not found:
+        return ()
+    heads = reduce(math.gcd, (exchange.heads for exchange in found))
+    return tuple(count for count in range(2, heads + 1) if heads % count == 0)
+
+
+def in_head_groups(traced: Traced, groups: int) -> Traced:
+    """The same graph with its exchanges in so many groups of heads."""
+    if groups == 1:
+        return traced
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in traced.graph.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    found = exchanges(graph)
+    fake = fake_mode(traced.graph)
+    for exchange in found:
+        _check_heads(exchange, groups)
+        _Divided(graph, exchange, groups, fake).write()
+    graph.lint()
+    return replace(traced, graph=GraphModule(traced.graph, graph))
+
+
+def _check_heads(exchange: Exchange, groups: int) -> None:
+    heads = exchange.heads
+    if heads % groups:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise NoGroups(
+            f"{groups} groups do not divide the {heads} attention heads of each rank ({exchange.attention.name}): choose one "
+            f"of {fits}."
+        )
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Where the heads are in the elements of an exchanged tensor, in order: ``outer`` times ``length`` elements, of which a
+    group is a range."""
+
+    outer: int
+    length: int
+
+    def within(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """The dimension of a shape, and how often it occurs there; None if it is no dimension, nor merged with others."""
+        for dim, size in enumerate(shape):
+            before, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+            if before <= self.outer < before * size and self.outer % before == 0:
+                outer = self.outer // before
+                return (dim, outer) if size % outer == 0 and size // outer * inner == self.length else None
+        return None
+
+
+class _GroupBuilder(Builder):
+    """Builds the graph of a group's attention.  ``received``: the completions of its exchanges, of which it takes parts."""
+
+    def __init__(self, values: Collection[Node], received: Collection[Node], fake: FakeTensorMode | None) -> None:
+        super().__init__(values, fake=fake, closed=True)
+        self.received = received
+        self.taken: dict[Node, tuple[Part, Node]] = {}
+
+    def is_by_heads(self, attention: Node) -> bool:
+        """Whether what is built is the attention of some heads, for all samples and all queries."""
+        parts = [part for node, part in self._steps if node is attention or node.args[:1] == (attention,)]
+        heads = len(shape_of(attention.all_input_nodes[0])) - 3
+        return bool(parts) and all(part is not None and (part.dim, part.outer) == (heads, 1) for part in parts)
+
+    def _can_take(self, node: Node, part: Part | None) -> bool:
+        return super()._can_take(node, part) or node in self.received
+
+    def _take(self, node: Node, part: Part | None) -> Node:
+        if node not in self.received:
+            return super()._take(node, part)
+        if part is None:
+            raise NoRule(f"attention needs all heads of {node}")
+        if node not in self.taken:
+            size = part.outer * part.count
+            given = super()._take(node, Part(part.dim, size, 0, size))
+            if self.fake is not None:
+                with self.fake:
+                    given.meta = {"val": given.meta["val"].new_empty(given.meta["val"].shape)}
+            self.taken[node] = part, given
+        if self.taken[node][0] != part:
+            raise NoRule(f"attention needs several parts of {node}")
+        return self.taken[node][1]
+
+
+class _Divided:
+    """One exchange of a graph, which is divided in place."""
+
+    def __init__(self, graph: Graph, exchange: Exchange, groups: int, fake: FakeTensorMode) -> None:
+        self.graph, self.exchange, self.groups, self.fake = graph, exchange, groups, fake
+        self.received = {completion(node): node for node in exchange.sent}
+        self.returned = completion(exchange.back)
+        self.result = _unviewed(_operand(exchange.back))
+        self.values = {node for node in graph.nodes if node not in exchange.inside}
+        self.dim, self.outer = self._found()
+
+    def write(self) -> None:
+        """Replace the exchange by those of the groups."""
+        exchange = self.exchange
+        built = [self._built(self.dim, self.outer, group, self.fake) for group in range(self.groups)]
+        axes = self._axes(built[0][0])
+        with self.graph.inserting_before(exchange.sent[-1]):
+            parts = [
+                [self._part_to_send(node, axes[node], group) for node in exchange.sent] for group in range(self.groups)
+            ]
+            sent = [
+                [self._start(node, axes[node], part) for node, part in zip(exchange.sent, group, strict=True)]
+                for group in parts
+            ]
+        back = _axis_of(self.result, self.dim, self.outer)
+        returned = list[Node]()
+        with self.graph.inserting_before(exchange.back):
+            for (builder, result), started in zip(built, sent, strict=True):
+                received = [
+                    self._made(wait.target, (start,), wait) for wait, start in zip(self.received, started, strict=True)
+                ]
+                mine = self._inlined(builder, result, dict(zip(self.received, received, strict=True)))
+                returned.append(self._start(exchange.back, back, mine))
+        with self.graph.inserting_before(self.returned):
+            waits = [self._made(self.returned.target, (start,), self.returned) for start in returned]
+        self._join(waits, back)
+        self._erase()
+
+    def _found(self) -> tuple[int, int]:
+        """The dimension of the result that is the heads, and how often it occurs there."""
+        failed = f"they are no dimension of {self.result}"
+        for dim, size in enumerate(shape_of(self.result)):
+            for outer in dict.fromkeys((1, _ranks_of(self.exchange.back))):
+                if size % (outer * self.groups):
+                    continue
+                builder = self._builder(None)
+                try:
+                    builder.root(self.result, self._part(dim, outer, 0))
+                    if builder.is_by_heads(self.exchange.attention):
+                        self._axes(builder)
+                        self._check_rows(self.exchange.back, _axis_of(self.result, dim, outer))
+                        return dim, outer
+                except Boundary:
+                    if builder.is_by_heads(self.exchange.attention):
+                        failed = "heads are concatenated"
+                except NoRule as error:
+                    if builder.is_by_heads(self.exchange.attention):
+                        failed = str(error)
+        raise NoGroups(
+            f"The heads of the attention {self.exchange.attention.name} cannot be exchanged in groups: {failed}."
+        )
+
+    def _part(self, dim: int, outer: int, group: int) -> Part:
+        """The part of the result that a group computes."""
+        length = shape_of(self.result)[dim] // outer
+        count = length // self.groups
+        return Part(dim, length, group * count, count, outer)
+
+    def _builder(self, fake: FakeTensorMode | None) -> _GroupBuilder:
+        return _GroupBuilder(self.values, self.received, fake)
+
+    def _built(self, dim: int, outer: int, group: int, fake: FakeTensorMode | None) -> tuple[_GroupBuilder, Node]:
+        builder = self._builder(fake)
+        return builder, builder.root(self.result, self._part(dim, outer, group))
+
+    def _axes(self, builder: _GroupBuilder) -> dict[Node, _Axis]:
+        """Where the heads are in the operand of each exchange, which is where they are in what it returns."""
+        axes = dict[Node, _Axis]()
+        for wait, collective in self.received.items():
+            if wait not in builder.taken:
+                raise NoRule(f"attention does not read {wait}")
+            axes[collective] = _axis(shape_of(wait), builder.taken[wait][0])
+            self._check_rows(collective, axes[collective])
+        return axes
+
+    def _check_rows(self, collective: Node, axis: _Axis) -> None:
+        """Check that what goes to each rank is whole rows of an axis."""
+        if any(size % axis.length for sizes in _splits(collective) for size in sizes) or axis.length % self.groups:
+            raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
+
+    def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
+        """The elements of a group among those of the operand of an exchange."""
+        like = _unviewed(_operand(collective))
+        source = like
+        if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
+            source = _operand(source)
+        place = axis.within(shape_of(source))
+        if place is None or place[1] != 1:
+            source = self._view(like, (axis.outer, axis.length))
+            place = 1, 1
+        dim = place[0]
+        count = shape_of(source)[dim] // self.groups
+        part = self._made(_aten.slice.Tensor, (source, dim, group * count, (group + 1) * count), like)
+        return self._made(_aten.clone.default, (part,), like, memory_format=torch.contiguous_format)
+
+    def _start(self, collective: Node, axis: _Axis, part: Node) -> Node:
+        """Start the exchange of a group.  ``part``: what it sends."""
+        taken, given = ([size // self.groups for size in sizes] for sizes in _splits(collective))
+        if not part.meta["val"].is_contiguous():
+            part = self._made(_aten.clone.default, (part,), part, memory_format=torch.contiguous_format)
+        flat = self._view(part, (part.meta["val"].numel(),))
+        named = dict(zip(_ARGUMENTS, collective.args, strict=False)) | collective.kwargs
+        value = flat.meta["val"]
+        with self.fake:
+            result = torch.empty((sum(given),), dtype=value.dtype, device=value.device)
+        return self._made(collective.target, (flat, given, taken, named["group_name"]), collective, value=result)
+
+    def _inlined(self, builder: _GroupBuilder, result: Node, received: dict[Node, Node]) -> Node:
+        """Copy the graph of a group's attention to here."""
+        copies = dict[Node, Node]()
+        for wait, (_, given) in builder.taken.items():
+            copies[given] = self._view(received[wait], given.meta["val"].shape)
+        for (node, part), given in builder.found.taken.items():
+            if given not in copies:
+                copies[given] = node if part is None else self._sliced(node, part)
+        for node in builder.graph.nodes:
+            if node.op != "placeholder":
+                copies[node] = self.graph.node_copy(node, copies.__getitem__)
+                copies[node].meta[GROUPS] = self.groups
+        return copies[result]
+
+    def _join(self, waits: Sequence[Node], axis: _Axis) -> None:
+        """Join what the groups return, in place of what they replace; of a transposed copy of that, in place of the copy."""
+        chain, axes = _moves_to_copy(self.returned, axis)
+        last = chain[-1]
+        dim, outer = axes[-1]
+        shape, value = shape_of(last), last.meta["val"]
+        count = shape[dim] // outer // self.groups
+        with self.graph.inserting_before(last if last is not self.returned else self.returned.next):
+            pieces = [self._moved(wait, chain, axes) for wait in waits]
+            rows = (*shape[:dim], outer, count, *shape[dim + 1 :])
+            whole = self._made(_aten.cat.default, ([self._view(piece, rows) for piece in pieces], dim + 1), last)
+            joined = self._view(whole, shape)
+        assert joined.meta["val"].stride() == value.stride() and joined.meta["val"].is_contiguous()
+        last.replace_all_uses_with(joined)
+        for node in reversed(chain[1:]):
+            self.graph.erase_node(node)
+
+    def _moved(self, piece: Node, chain: Sequence[Node], axes: Sequence[tuple[int, int]]) -> Node:
+        """What a group returns, moved as the whole is by the ops of ``chain`` before its last one, which copies."""
+        for node, (dim, _) in zip(chain[:-1] or chain, axes, strict=False):
+            shape = [size // self.groups if d == dim else size for d, size in enumerate(shape_of(node))]
+            if node is chain[0] or op_name(node) in _VIEWS:
+                piece = self._view(piece, shape)
+            else:
+                piece = self._made(node.target, (piece, *node.args[1:]), node)
+        return piece
+
+    def _sliced(self, node: Node, part: Slice) -> Node:
+        return self._made(_aten.slice.Tensor, (node, part.dim, part.offset, part.offset + part.size), node)
+
+    def _view(self, node: Node, shape: Iterable[int]) -> Node:
+        if (shape := [*shape]) == [*shape_of(node)]:
+            return node
+        return self._made(_aten.view.default, (node, [*shape]), node)
+
+    def _made(self, target: Any, args: tuple[Any, ...], like: Node, *, value: Any = None, **kwargs: Any) -> Node:
+        """A call, with the metadata of ``like`` but for its value."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {name: each for name, each in like.meta.items() if name != "val"}
+        if value is None:
+            given = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            with self.fake:
+                value = target(*given[0], **given[1])
+        node.meta["val"] = value
+        return node
+
+    def _erase(self) -> None:
+        """Erase what the groups replace, and what only that read."""
+        gone = [self.returned, self.exchange.back, *self.exchange.inside, *self.received, *self.exchange.sent]
+        todo = [*gone, *(node for collective in self.exchange.sent for node in _views_to(_operand(collective)))]
+        while unread := [node for node in todo if not node.users]:
+            for node in unread:
+                self.graph.erase_node(node)
+            todo = [node for node in todo if node not in unread]
+
+
+# The arguments of an all-to-all.
+_ARGUMENTS = ("input", "output_split_sizes", "input_split_sizes", "group_name")
+
+
+def _operand(node: Node) -> Node:
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    return operand
+
+
+def _views_to(node: Node) -> list[Node]:
+    """A node, and those that it views or copies."""
+    found = [node]
+    while op_name(node) in (*_VIEWS, "permute", "transpose", "clone"):
+        node = _operand(node)
+        found.append(node)
+    return found[:-1]
+
+
+def _unviewed(node: Node) -> Node:
+    """The value whose elements a node has, in the same order and another shape."""
+    while op_name(node) in _VIEWS:
+        node = _operand(node)
+    return node
+
+
+def _moves_to_copy(node: Node, axis: _Axis) -> tuple[list[Node], list[tuple[int, int]]]:
+    """A node, the views that alone read it one after the other, and the contiguous copy that alone reads the last of them;
+    or the node alone.  With each of them the dimension of an axis, and how often it occurs there."""
+    place = axis.within(shape_of(node))
+    assert place is not None, "the axis is one of the node"
+    chain, axes = [node], [place]
+    while len(chain[-1].users) == 1:
+        (user,) = chain[-1].users
+        dim, outer = axes[-1]
+        if op_name(user) == "clone" and user.kwargs.get("memory_format") is torch.contiguous_format:
+            return [*chain, user], [*axes, axes[-1]]
+        if op_name(user) == "permute":
+            order: Any = user.args[1]
+            found: tuple[int, int] | None = [d % len(order) for d in order].index(dim), outer
+        elif op_name(user) in _VIEWS:
+            found = _axis_of(chain[-1], dim, outer).within(shape_of(user))
+        else:
+            found = None
+        if found is None:
+            break
+        chain.append(user)
+        axes.append(found)
+    return [node], [place]
+
+
+def _axis(shape: Sequence[int], part: Part) -> _Axis:
+    inner = math.prod(shape[part.dim + 1 :])
+    return _Axis(math.prod(shape[: part.dim]) * part.outer, shape[part.dim] // part.outer * inner)
+
+
+def _axis_of(node: Node, dim: int, outer: int) -> _Axis:
+    shape = shape_of(node)
+    return _axis(shape, Part(dim, shape[dim] // outer, 0, 1, outer))
+
+
+def _splits(collective: Node) -> tuple[list[int], list[int]]:
+    """The elements that go to each rank, and that come from each."""
+    named: dict[str, Any] = dict(zip(_ARGUMENTS, collective.args, strict=False)) | collective.kwargs
+    value = _operand(collective).meta["val"]
+    row = value.numel() // value.shape[0]
+    return [n * row for n in named["input_split_sizes"]], [n * row for n in named["output_split_sizes"]]
+
+
+def _ranks_of(collective: Node) -> int:
+    return len(_splits(collective)[0])
