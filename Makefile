@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs site bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit durations soak docs site bench bench-gpu card contention cycle first-step step-cache adapters sizes opaque paper published several-gpus models readme-table sizing dist clean
 
 # Two to three minutes on two cores: a picture of digits, drawn twice, then two ranks on an emulated link.
 demo: $(VENV)/ready
@@ -29,6 +29,10 @@ types: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+
+# CPU seconds by file and by test, in tests/durations.txt.
+durations: $(VENV)/ready
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" -p cpu_seconds
 
 # With the tests marked long.
 test-all: lint types $(VENV)/ready
@@ -210,11 +214,12 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[diffusers,dev]'
 	touch $@
 
-# The sdist, and the wheel that is made from it.  The tests check both.  On a package index, a link of the README needs the
+# The sdist, and the wheel that is made from it.  The long tests check both, and the site.  On a package index, a link of the README needs the
 # address of the repository: REPOSITORY=https://github.com/owner/name takes the last commit, with links into its tag.
 RELEASE := build/release
 dist: $(VENV)/ready
 	rm -rf dist $(RELEASE)
+	$(BIN)/python -m pytest -n 2 tests/test_package.py tests/test_site.py
 ifdef REPOSITORY
 	mkdir -p $(RELEASE)
 	git archive HEAD | tar -x -C $(RELEASE)

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from ranks import Ranks, as_rank
 from torch._dynamo.utils import counters
 
+from chunkflow_compile.passes import pieces
+
 # An example may take as long as it likes, and so may its making: on a machine with other work, 200 ms pass in any of them.
 hypothesis.settings.register_profile(
     "chunkflow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -149,9 +151,9 @@ def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int, join: bo
     return torch.multiprocessing.start_processes(work, args, nprocs=nprocs, join=join, start_method=method)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Ranks]]:
-    """The ranks of a module's tests, by their number."""
+    """The rank processes of all tests of this session, by their number."""
     found: dict[int, Ranks] = {}
     yield found
     for ranks in found.values():
@@ -162,8 +164,8 @@ def pools() -> Iterator[dict[int, Ranks]]:
 def on_ranks(pools: dict[int, Ranks], tmp_path: Path) -> Callable[..., None]:
     """Runs ``work(rank, *args)`` on two gloo ranks, each a process; fails if one of them does.
 
-    The ranks of a module's tests are the same processes, each time in another process group.  ``fresh``: they are new ones,
-    for tests that end or fork ranks, or that count what a whole process holds.
+    The ranks are the same processes for all tests, each time in another process group.  ``fresh``: they are new ones, for
+    tests that end or fork ranks, or that count what a whole process holds.
     """
 
     def start(work: Callable[..., None], *args: Any, world: int = 2, fresh: bool = False) -> None:
@@ -190,6 +192,12 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
         yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded weights of a few KiB have several stripes, and chunks begin and end within the parts of a rank."""
+    monkeypatch.setattr(pieces, "STRIPE", 1536)
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
-from random_programs import Bench, Choices, Layer, PeersBench, Runs, Spec, choices, random_plan
+from random_programs import Bench, Choices, Layer, Runs, Spec, anywhere, choices, random_plan
 
-from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, write
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
@@ -42,12 +41,14 @@ POOL = [
 
 # The models of a cycle, the order of the calls, whether calls of one model share its weights, and the plan's choices.
 Drawn = tuple[list[Spec], list[int], bool, Choices]
-cycles: st.SearchStrategy[Drawn] = st.tuples(
+_CALLS = (
     st.lists(st.sampled_from(POOL), min_size=1, max_size=3),
     st.lists(st.integers(0, 2), min_size=2, max_size=4),
     st.booleans(),
-    choices,
 )
+# Cycles of weights in host memory, and cycles that also draw where the weights are.
+cycles: st.SearchStrategy[Drawn] = st.tuples(*_CALLS, choices)
+cycles_anywhere: st.SearchStrategy[Drawn] = st.tuples(*_CALLS, anywhere)
 
 
 def in_a_file(values: Sequence[Bytes]) -> list[DriveBytes]:
@@ -64,23 +65,20 @@ def in_a_file(values: Sequence[Bytes]) -> list[DriveBytes]:
 class CycleBench(Runs):
     """A cycle of random models, with its weights."""
 
-    def __init__(self, drawn: Drawn, peers: bool = False, files: bool = False) -> None:
-        """``peers``: whether some weights lie in pieces on the devices of ranks.  ``files``: whether every other of the rest
-        is in a file."""
+    def __init__(self, drawn: Drawn) -> None:
         super().__init__()
         found, order, shared, self.chosen = drawn
         self.pieces: dict[str, Pieces] = {}
-        self.benches = [PeersBench(spec, self.chosen) if peers else Bench(spec) for spec in found]
+        self.benches = [Bench(spec, self.chosen) for spec in found]
         self.of = [self.benches[i % len(found)] for i in order]
         calls = []
         for number, bench in enumerate(self.of):
             prefix = f"{self.benches.index(bench)}." if shared else f"{number}."
             names = {w.name: prefix + w.name for w in bench.problem.weights}
             self.weights |= {names[n]: bench.weights[n] for n in names}
-            if isinstance(bench, PeersBench):
-                self.pieces |= {names[n]: bench.pieces[n] for n in bench.pieces}
+            self.pieces |= {names[n]: bench.pieces[n] for n in bench.pieces}
             calls.append(Call(bench.cut, names, {}))
-        in_files = sorted(self.weights.keys() - self.pieces.keys())[::2] if files else []
+        in_files = sorted(self.weights.keys() - self.pieces.keys())[::2] if self.chosen.drive else []
         self.files = dict(zip(in_files, in_a_file([super(CycleBench, self).source(n) for n in in_files]), strict=True))
         calls = [replace(call, in_files=frozenset(in_files).intersection(call.names.values())) for call in calls]
         self.calls = calls
@@ -113,7 +111,6 @@ class CycleBench(Runs):
         return [self.of[number[id(program)]].model(x) for program, x in turns]
 
     def executor(self, program: Program, arena: Arena) -> Executor:
-        """An executor of a call that poisons evicted weights."""
         state = self.states.setdefault(arena, ArenaContents(arena.streams, self.cycle.events))
         binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state)
-        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)
+        return self.start(program, binding, cycle=self.cycle)

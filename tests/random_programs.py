@@ -16,10 +16,12 @@ from helpers import gather_heads, scatter_heads
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.lowering import lower
+from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pieces import parts, piece_bytes
@@ -31,9 +33,11 @@ from chunkflow_compile.passes.placement.windows import as_windows
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
+from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes
 from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import Bytes
@@ -44,33 +48,42 @@ MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
 
 @dataclass(frozen=True)
 class Layer:
-    """``exchange``: whether two all-to-alls follow, or, if ``beside``, one runs while the layer computes."""
+    """``exchange``: whether two all-to-alls follow, or, if ``beside``, one runs while the layer computes.  ``attends``:
+    whether there is attention between these, of queries, keys and values that are exchanged one by one."""
 
     hidden: int
     bias: bool
     exchange: bool
     beside: bool = False
+    attends: bool = False
 
 
 @dataclass(frozen=True)
 class Spec:
-    """``twice``: the first layer is read again at the end.  ``tied``: the head is the first layer's weight."""
+    """``twice``: the first layer is read again at the end.  ``tied``: the head is the first layer's weight.  ``groups``: of
+    heads, into which exchanges around attention are divided."""
 
     width: int
     layers: tuple[Layer, ...]
     twice: bool
     tied: bool
     seed: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
 class Choices:
-    """``stay``: share of the chunks that stay resident; ``reach``: most windows of a prefetch ahead, 0 for no limit."""
+    """``stay``: share of the chunks that stay resident; ``reach``: maximum number of windows of a prefetch ahead, 0 for no
+    limit.  ``peers``: whether some weights are sharded over the devices of ranks.  ``drive``: whether every other of the rest
+    is in a file, in a cycle.
+    """
 
     stay: float
     reach: int
     hard: bool
     seed: int
+    peers: bool = False
+    drive: bool = False
 
 
 def examples(seed: int, count: int) -> Callable[[Any], Any]:
@@ -95,9 +108,10 @@ specs = st.builds(
     st.booleans(),
     st.integers(0, 2**16),
 )
-choices = st.builds(
-    Choices, st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([1, 2, 0]), st.booleans(), st.integers(0, 2**16)
-)
+_CHOSEN = st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([1, 2, 0]), st.booleans(), st.integers(0, 2**16)
+# Plans of weights in host memory, and plans that also draw where the weights are.
+choices = st.builds(Choices, *_CHOSEN)
+anywhere = st.builds(Choices, *_CHOSEN, st.booleans(), st.booleans())
 
 
 def begin_exchange(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -109,6 +123,12 @@ def begin_exchange(x: torch.Tensor, group: str) -> torch.Tensor:
 
 def end_exchange(sent: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(sent)
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    """Attention of four heads, which the ranks divide."""
+    q, k, v = (scatter_heads(factor * x, 4)[None] for factor in (1.0, 0.5, 2.0))
+    return gather_heads(nn.functional.scaled_dot_product_attention(q, k, v)[0]).reshape(x.shape)
 
 
 class RandomModel(nn.Module):
@@ -134,6 +154,8 @@ class RandomModel(nn.Module):
             y = x + torch.tanh(down(torch.nn.functional.gelu(up(x))))
             if sent is not None:
                 x = y + end_exchange(sent)
+            elif layer.exchange and layer.attends:
+                x = y + attended(y)
             elif layer.exchange:
                 x = y + gather_heads(scatter_heads(y, 4)).reshape(y.shape)
             else:
@@ -160,7 +182,13 @@ def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
     torch._dynamo.reset()
     model = RandomModel(spec).eval()
     x = torch.randn(4, spec.width)
-    return model, x, make_cut(trace(model, {"x": x}, 0), 1)
+    return model, x, make_cut(in_head_groups(trace(model, {"x": x}, 0), spec.groups), 1)
+
+
+@lru_cache(maxsize=512)  # all programs of a model run its regions
+def lowered(region: GraphModule) -> LoweredRegion:
+    """The region as the eager lowering calls it."""
+    return lower._eager(region).forward
 
 
 class Runs:
@@ -198,15 +226,35 @@ class Runs:
         nodes = program.module.graph.find_nodes(op="placeholder")
         return [self.weights[names[n.name]] if n.name in names else x for n in nodes]
 
+    def start(self, program: Program, binding: Binding, **cycle: Any) -> Executor:
+        """An executor that poisons evicted weights."""
+        regions = {name: lowered(region.module) for name, region in program.regions.items()}
+        return Executor(program, regions, binding, poison=True, **cycle)
+
 
 class Bench(Runs):
-    """A traced model with its weights, for programs of any plan."""
+    """A traced model with its weights, for programs of any plan.
 
-    def __init__(self, spec: Spec) -> None:
+    ``chosen``: the choices that say whether some of its weights are sharded over the devices of ranks, of which this is one.
+    """
+
+    def __init__(self, spec: Spec, chosen: Choices | None = None) -> None:
         super().__init__()
         self.model, self.x, self.cut = traced(spec)
         torch.manual_seed(spec.seed + 1)  # the same inputs whether the trace is cached or not
         self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        self.pieces: dict[str, Pieces] = {}
+        if chosen is not None and chosen.peers:
+            self.shard(chosen)
+
+    def shard(self, chosen: Choices) -> None:
+        """Shard some weights, for the programs that are made from now on; earlier ones keep their pieces."""
+        rng = random.Random(chosen.seed)
+        ranks = rng.randint(2, 4)
+        names = [name for name in sorted(streamable(self.cut)) if rng.random() < 0.6]
+        self.cut = on_peers(self.cut, names, ranks)
+        for name in names:
+            self.pieces[name] = _dealt(flat_bytes(self.weights[name]), ranks, rng.randrange(ranks))
 
     @property
     def problem(self) -> Problem:
@@ -214,6 +262,9 @@ class Bench(Runs):
 
     def program(self, chosen: Choices) -> Program:
         return rewrite(self.cut, random_plan(self.problem, chosen))
+
+    def source(self, name: str) -> Bytes:
+        return self.pieces.get(name, super().source(name))
 
     def inputs(self, steps: int) -> list[torch.Tensor]:
         return [torch.randn_like(self.x) for _ in range(steps)]
@@ -223,30 +274,19 @@ class Bench(Runs):
         return [self.model(x) for _, x in turns]
 
     def executor(self, program: Program, arena: Arena) -> Executor:
-        """An executor that poisons evicted weights."""
-        binding = self.bind(arena, program.plan, (w.name for w in program.plan.weights))
-        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True)
+        return self.start(program, self.bind(arena, program.plan, (w.name for w in program.plan.weights)))
 
 
-class PeersBench(Bench):
-    """A bench with some of its weights in pieces on the devices of ranks, of which this is one."""
-
-    def __init__(self, spec: Spec, chosen: Choices) -> None:
-        super().__init__(spec)
-        self.pieces: dict[str, Pieces] = {}
-        self.deal(chosen)
-
-    def deal(self, chosen: Choices) -> None:
-        """Put some weights in pieces, for the programs that are made from now on; earlier ones keep theirs."""
-        rng = random.Random(chosen.seed)
-        ranks = rng.randint(2, 4)
-        names = [name for name in sorted(streamable(self.cut)) if rng.random() < 0.6]
-        self.cut = on_peers(self.cut, names, ranks)
-        for name in names:
-            self.pieces[name] = _dealt(flat_bytes(self.weights[name]), ranks, rng.randrange(ranks))
-
-    def source(self, name: str) -> Bytes:
-        return self.pieces.get(name, super().source(name))
+def in_turns(spec: Spec, one: Choices, other: Choices) -> tuple[Bench, list[tuple[Program, torch.Tensor]]]:
+    """Steps of two verified programs in one arena, each with its own choice of sharded weights."""
+    found = Bench(spec, one)
+    a = found.program(one)
+    if other.peers:
+        found.shard(other)
+    b = found.program(other)
+    verify_together(a, b)
+    order = [a, b, b, a, a, b]
+    return found, list(zip(order, found.inputs(len(order)), strict=True))
 
 
 def _dealt(values: torch.Tensor, ranks: int, place: int) -> Pieces:
@@ -258,6 +298,7 @@ def _dealt(values: torch.Tensor, ranks: int, place: int) -> Pieces:
     return Pieces(held, place, nbytes, 0, 0, nbytes)
 
 
+@lru_cache(maxsize=512)  # each mutation is tried on the same plans
 def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan:
     """A random legal plan: each chunk has any window that is legal, or stays; some plans have barriers.
 

@@ -14,15 +14,17 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, caught, listed
-from random_programs import Bench, Choices, Spec, choices, examples, specs
+from random_programs import Bench, Choices, Spec, anywhere, examples, specs
 from schedules import goes_wrong, matches
 
+from chunkflow_compile.passes import pieces
 from chunkflow_compile.passes.program.verify import check, verify, verify_together
 
 STEPS, MODELS = 3, 4
@@ -33,9 +35,9 @@ def round_of(seed: int) -> Counter[str]:
     count: Counter[str] = Counter()
 
     @examples(seed, MODELS)
-    @given(specs, st.lists(choices, min_size=4, max_size=4), st.integers(0, 2**16), st.sampled_from(MUTATIONS))
+    @given(specs, st.lists(anywhere, min_size=4, max_size=4), st.integers(0, 2**16), st.sampled_from(MUTATIONS))
     def play(spec: Spec, plans: list[Choices], number: int, mutation: object) -> None:
-        found = Bench(spec)
+        found = Bench(spec, plans[0])
         made = [found.program(chosen) for chosen in plans]
         for program in made:
             verify(program)
@@ -63,7 +65,8 @@ def main() -> None:
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     end, total = time.monotonic() + 60 * arguments.minutes, Counter[str]()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    small_stripes = mock.patch.object(pieces, "STRIPE", 1536)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), small_stripes:
         dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=0, world_size=1)
         while True:
             print(f"seed {seed}", end=" ", flush=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
-from helpers import Stack, stack, twins
+from conftest import EAGER, OPTIONS
+from helpers import Stack, check_steps, stack, twins
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
@@ -206,7 +206,7 @@ def test_weights_that_are_attributes_of_the_graph(no_grad: None) -> None:
     model, x = stack(), torch.randn(4, 8)
 
     def traced(_: Any, inputs: Any) -> Any:
-        return lookup_backend("chunkflow")(torch.fx.symbolic_trace(model), inputs, options=OPTIONS)
+        return lookup_backend("chunkflow")(torch.fx.symbolic_trace(model), inputs, options=EAGER)
 
     with pytest.raises(BackendCompilerFailed, match=r"32.0 KiB of parameters are attributes of the graph") as raised:
         torch.compile(model.forward, backend=traced, fullgraph=True)(x)
@@ -276,10 +276,8 @@ def test_a_weight_that_forward_changes_stays(no_grad: None) -> None:
             return super().forward(x)
 
     model, twin = twins(Changes)
-    compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        torch.testing.assert_close(compiled(x), twin(x))
+    compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+    check_steps(compiled, twin, 3)
     why = {w.name: w.why for w in programs(model)[-1].plan.weights}
     assert why["blocks.0.up.weight"] == "forward writes it"
     restore(model)

@@ -8,8 +8,11 @@ import json
 import pkgutil
 import re
 import runpy
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -262,7 +265,32 @@ def test_a_change_is_in_few_files() -> None:
         assert all((ROOT / f).exists() or (ROOT / "chunkflow_compile" / f).exists() for f in files), (change, files)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+SCRIPTS = sorted((ROOT / "docs" / "benchmarks").glob("*.py"))
+
+
+def imports(script: Path) -> Iterator[tuple[str, str]]:
+    """The modules that a script imports names from, and the names."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+NEEDS_TRITON = ("chunkflow_compile.hardware.carry",)
+
+
+def test_what_a_benchmark_imports_exists(sources: Sources) -> None:
+    """Names of the package, and of scripts in the same folder."""
+    for script in SCRIPTS:
+        for module, name in imports(script):
+            other = script.parent / f"{module}.py"
+            if module.partition(".")[0] == "chunkflow_compile" and module not in NEEDS_TRITON:
+                assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}"), (script, name)
+            elif other in sources.names:
+                assert name in sources.names[other], (script, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it imports is there; to run it takes minutes."""
     monkeypatch.syspath_prepend(str(script.parent))

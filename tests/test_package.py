@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import chunkflow_compile
 from chunkflow_compile.hardware.machine import EXTRAS, install_line
@@ -82,6 +83,7 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in found if path.parent.name != "__pycache__"}
 
 
+@pytest.mark.long
 def test_the_wheel_brings_the_backend_and_the_passes(bare: Path, tmp_path: Path) -> None:
     """As ``make dist`` builds it, from the sdist."""
     dist = tmp_path / "dist"
@@ -119,6 +121,13 @@ def test_the_wheel_brings_the_backend_and_the_passes(bare: Path, tmp_path: Path)
     # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
     found = run(bare, "import chunkflow_compile.passes.plan as p; print(p.__file__)", ROOT)
     assert found.resolve() == ROOT / "passes" / "plan.py"
+
+
+def test_setuptools_finds_every_package() -> None:
+    """Of what ``make dist`` puts into the wheel; the folder ``passes`` is a link."""
+    names = {str(Path(name).parent).replace("/", ".") for name in files_of(ROOT) if name.endswith(".py")}
+    assert {*find_packages(str(ROOT), include=["chunkflow_compile*"])} == names
+    assert 'include = ["chunkflow_compile*"]' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(

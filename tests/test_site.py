@@ -22,6 +22,7 @@ def publish() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs" / "publish.py"))
 
 
+@pytest.mark.long
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     """As ``make site`` does.  A link or an anchor that leads nowhere would be an error."""
     site = tmp_path / "site"

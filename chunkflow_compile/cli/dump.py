@@ -68,7 +68,7 @@ def _shown(arguments: argparse.Namespace, target: Target) -> tuple[Traced, Setti
         return hoisting.halves.preamble, hoisting.preamble, hoisting.preamble_cut
     pieces = target.cut if target.settings.goal.pack else None  # refuses a model of which no weight can be packed
     if hoisting is None:
-        return target.traced, target.settings, pieces
+        return target.traced, target.settings_of_cut, pieces
     return hoisting.halves.main, hoisting.main, pieces
 
 

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         f"{answer(plan, target.problem, target.forwards, target.hoisted)}\n\n{target.heading}\ngoal: {said}\n",
     )
-    say(arguments, summary_table(plan, target.problem, target.forwards, target.hoisted))
+    say(arguments, summary_table(plan, target.problem, target.forwards, target.hoisted, target.why_groups))
     if arguments.weights:
         named = {w.name for w in target.problem.weights if w.source.compressed}
         say(arguments, f"\n{blocks_table(plan, target.problem)}\n\n{weights_table(plan.weights, named)}")

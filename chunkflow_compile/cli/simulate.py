@@ -11,7 +11,13 @@ from chunkflow_compile.passes.names import HOST_YIELD, ONLY_PREDICTED, SHARDED, 
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
-from chunkflow_compile.report.plan_tables import hoisting_sentence, packing_sentence, part_of, peers_sentence
+from chunkflow_compile.report.plan_tables import (
+    exchange_sentence,
+    hoisting_sentence,
+    packing_sentence,
+    part_of,
+    peers_sentence,
+)
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, prose, seconds, table
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded, why_not
@@ -56,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     pieces = f"; in pieces{others}: {peers}" if (peers := peers_sentence(target.problem)) else ""
     if target.hoisted is not None:
         pieces += f"; hoisted{others}: {hoisting_sentence(target.hoisted)}"
+    if exchanged := exchange_sentence(target.problem, target.why_groups):
+        pieces += f"; exchanges: {exchanged}"
     calls = {policy: call for policy, (_, call) in predicted.items()}
     shown = replace(record, arms={p: _per_forward(arm, target.forwards) for p, arm in record.arms.items()})
     memory = target.settings.goal.memory

@@ -26,7 +26,8 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import Hoisting, HoistingFigures, hoisting_of
 from chunkflow_compile.passes.names import OnPeers
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
+from chunkflow_compile.passes.pipeline import Settings, choose_cut, groups_for, make_plan
+from chunkflow_compile.passes.placement.exchanging import GroupChoice
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.plan_tables import hoisting_sentence
@@ -42,11 +43,13 @@ from .output import save_traceback
 
 class Problems(NamedTuple):
     """``problem``: of what runs in every step.  ``raw``: of the whole model, with no weight packed, in pieces or hoisted.
-    ``hoisted``: what is hoisted, None if nothing is."""
+    ``hoisted``: what is hoisted, None if nothing is.  ``why_groups``: why exchanges are in as many groups as they are, empty
+    if that is given."""
 
     problem: Problem
     raw: Problem
     hoisted: HoistingFigures | None
+    why_groups: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class Target:
         lie in pieces on the ranks' devices, and none can."""
         hoisting = self.hoisting
         cut = (
-            choose_cut(self.traced, self.settings)
+            choose_cut(self.traced, self.settings_of_cut)
             if hoisting is None
             else choose_cut(hoisting.halves.main, hoisting.main)
         )
@@ -94,7 +97,21 @@ class Target:
     @cached_property
     def hoisting(self) -> Hoisting | None:
         """Both halves of the model, None if nothing is hoisted.  Raises ChunkflowError if products must be and none can."""
-        return hoisting_of(self.traced, self.settings)
+        return hoisting_of(self.traced, self.settings_of_cut)
+
+    @cached_property
+    def _groups(self) -> GroupChoice | None:
+        """The number of groups of heads that is chosen, None if it is given."""
+        return groups_for(self.traced, self.settings) if self.settings.goal.exchange_groups == "auto" else None
+
+    @property
+    def settings_of_cut(self) -> Settings:
+        """The settings with the number of groups of heads that is chosen."""
+        if self._groups is None:
+            return self.settings
+        groups = self._groups.groups
+        goal = replace(self.settings.goal, exchange_groups=groups > 1 and groups)
+        return replace(self.settings, goal=goal)
 
     @property
     def _entry(self) -> Entry[Problems] | None:
@@ -117,8 +134,10 @@ class Target:
         raw = on_peers(packed(self.cut, ()), (), 0).problem if goal.pack or goal.peers else problem
         if (hoisting := self.hoisting) is not None:
             plain = replace(goal, pack=False, peers=False, hoist=False)
+            plain = replace(plain, exchange_groups=self.settings_of_cut.goal.exchange_groups)
             raw = choose_cut(self.traced, replace(self.settings, goal=plain)).problem
-        found = Problems(problem, raw, None if hoisting is None else hoisting.figures)
+        why = "" if self._groups is None else self._groups.why
+        found = Problems(problem, raw, None if hoisting is None else hoisting.figures, why)
         if self._entry is not None:
             self._entry.keep(found)
         return found
@@ -136,6 +155,11 @@ class Target:
     def hoisted(self) -> HoistingFigures | None:
         """What is hoisted, None if nothing is."""
         return self._found.hoisted
+
+    @property
+    def why_groups(self) -> str:
+        """Why exchanges are in as many groups as they are, empty if that is given."""
+        return self._found.why_groups
 
     def _where_it_runs(self, problem: Problem) -> Problem:
         """In blocks, and with weights on the drive, if the command asks for it."""
@@ -327,12 +351,14 @@ def trace_entry(key: Mapping[str, Any]) -> Entry[Traced]:
 
 def _bodies(found: Problems) -> list[Any]:
     hoisted = None if found.hoisted is None else asdict(found.hoisted)
-    return [hoisted, *(problem.body for problem in dict.fromkeys((found.problem, found.raw)))]
+    return [hoisted, found.why_groups, *(problem.body for problem in dict.fromkeys((found.problem, found.raw)))]
 
 
 def _problems(bodies: Sequence[Any]) -> Problems:
-    problems = [Problem.from_body(body) for body in bodies[1:]]
-    return Problems(problems[0], problems[-1], None if bodies[0] is None else HoistingFigures(**bodies[0]))
+    problems = [Problem.from_body(body) for body in bodies[2:]]
+    return Problems(
+        problems[0], problems[-1], None if bodies[0] is None else HoistingFigures(**bodies[0]), str(bodies[1])
+    )
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
 from chunkflow_compile.report.pictures import check_picture
-from chunkflow_compile.report.plan_tables import held
+from chunkflow_compile.report.plan_tables import exchange_sentence, held
 from chunkflow_compile.report.record import fine, prose, seconds
 from chunkflow_compile.report.timeline_picture import draw_timeline
 from chunkflow_compile.units import size
@@ -61,4 +61,6 @@ def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str,
     target, plan = load_and_plan(arguments, progress)
     hoisted = target.hoisted
     without = "" if hoisted is None else f"; without {size(hoisted.nbytes)} of hoisted weights"
+    if exchanged := exchange_sentence(target.problem, target.why_groups):
+        without += f"; exchanges: {exchanged}"
     return f"{target.title}; {target.where}{without}", plan, hoisted

@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.block_kinds import repeats_of
 from chunkflow_compile.frontend.compression import compressible
+from chunkflow_compile.frontend.exchange_groups import agreed_groups
 from chunkflow_compile.frontend.hoisting import preamble_of, warn_if_not_hoisted
 from chunkflow_compile.frontend.model_lookup import index_of, move_weights, start_program
 from chunkflow_compile.frontend.module_search import blocks_around
@@ -271,7 +272,7 @@ class _Compiler:
     ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
     being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
     this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: returns the
-    model, or None.  ``by_kind``: see :func:`chunkflow`.
+    model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: for the user, on what was decided before it is planned.
     """
 
     chosen: Options
@@ -287,6 +288,7 @@ class _Compiler:
     slow: frozenset[int] | None = None
     by_kind: bool = False
     root: Callable[[], nn.Module | None] = lambda: None
+    notes: tuple[str, ...] = ()
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
         with dynamo_timed("chunkflow.program"):
@@ -296,6 +298,13 @@ class _Compiler:
         self.report("planning")
         tables = HostConstants(self.device, move_tables(aten, self.device))
         traced = self._described(aten)
+        with dynamo_timed("chunkflow.exchange_groups"):
+            groups, notes = agreed_groups(traced, replace(self.settings, goal=self._expected_goal))
+        settings = replace(self.settings, goal=replace(self.settings.goal, exchange_groups=groups))
+        return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
+
+    def _halves(self, aten: GraphModule, traced: Traced, tables: HostConstants) -> CompiledGraph | HoistedGraph:
+        """The graph, or both halves of it if products are hoisted."""
         with dynamo_timed("chunkflow.hoist"):
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
@@ -357,7 +366,7 @@ class _Compiler:
             cut=stage.cut,
             settings=settings,
             regions=regions,
-            notes=(*notes, *others),
+            notes=(*self.notes, *notes, *others),
             make=make,
             lower=partial(_lower_again, chosen),
             replan_after=0 if settings.preamble else chosen.replan_after,

@@ -125,7 +125,7 @@ def _region(
     inputs = ", ".join(n.name for n in region.inputs)
     where = info.block or "outside blocks"
     yield Line(
-        text=f"# {info.name}({inputs}): {where}, {info.nodes} ops, key {info.key}",
+        text=f"# {info.name}({inputs}): {where}, {info.nodes} ops, key {info.key}{_group(info.groups)}",
         part=info.block,
         like=info.key,
         region=info.index,
@@ -137,6 +137,10 @@ def _region(
             line = _node_line(node, info.block)
             yield replace(line, text=node_text(node, names), uses=_uses(node, names))
     yield from (_transfer(op, info.block) for op in after.get(run, ()))
+
+
+def _group(groups: int) -> str:
+    return f", one of {groups} groups of heads" if groups > 1 else ""
 
 
 def _program_lines(stage: Stage) -> Iterator[Line]:

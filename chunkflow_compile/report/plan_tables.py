@@ -48,8 +48,11 @@ def part_of(part: int, whole: int) -> str:
     return f"{value if large.endswith(f' {unit}') else small} of {large}"
 
 
-def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
-    """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step.  ``hoisted``: see answer."""
+def summary_table(
+    plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None, why_groups: str = ""
+) -> str:
+    """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step.  ``hoisted``: see answer.
+    ``why_groups``: why exchanges are in as many groups as they are, empty if that was given."""
     predicted = plan.predicted
     assert predicted is not None
     outside = problem.unpacked_bytes + (0 if hoisted is None else hoisted.outside)
@@ -87,8 +90,21 @@ def summary_table(plan: Plan, problem: Problem, forwards: int, hoisted: Hoisting
     if drive:
         read = sum(plan.streamed_bytes(w) for w in plan.weights if w.name in drive)
         rows.append(("read from the SSD", f"{size(read)} per forward, of {size(sum(drive.values()))} stored there"))
+    if exchanged := exchange_sentence(problem, why_groups):
+        rows.append(("exchanges", exchanged))
     rows.append(("regions", str(len(problem.regions))))
     return fitted(rows, tablefmt="plain")
+
+
+def exchange_sentence(problem: Problem, why: str = "") -> str:
+    """Into how many groups of heads the exchanges of attention are divided; empty if they are whole and nothing was chosen.
+    ``why``: of a choice."""
+    count = problem.exchange_groups
+    if count == 1:
+        return f"whole: {why}" if why else ""
+    attention = sum(region.groups > 1 for region in problem.regions) // count
+    said = f"{attention} attention{'s' * (attention > 1)} in {count} groups of heads each"
+    return f"{said}: {why}" if why else said
 
 
 def packing_sentence(problem: Problem) -> str:

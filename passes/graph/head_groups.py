@@ -115,7 +115,7 @@ class _GroupBuilder(Builder):
         if node not in self.received:
             return super()._take(node, part)
         if part is None:
-            raise NoRule(f"attention needs all heads of {node}")
+            raise NoRule(f"an op before attention reads all heads of {node}, as a norm across heads does")
         if node not in self.taken:
             size = part.outer * part.count
             given = super()._take(node, Part(part.dim, size, 0, size))

@@ -77,11 +77,11 @@ def plan(tmp_path: Path) -> Callable[..., bytes]:
     "arguments",
     [
         (),
-        ("--pack",),
+        ("--regional",),
+        pytest.param(("--pack",), marks=pytest.mark.long),
         pytest.param(("--pack", "auto"), marks=pytest.mark.long),
         pytest.param(("--ulysses", "2"), marks=pytest.mark.long),
-        ("--lowering", "eager"),
-        ("--regional",),
+        pytest.param(("--lowering", "eager"), marks=pytest.mark.long),
     ],
 )
 def test_a_plan_is_the_same_with_and_without_the_cache(

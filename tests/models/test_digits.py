@@ -59,6 +59,7 @@ def test_streamed_weights_draw_the_same_bytes_and_each_digit_is_readable(draw: M
     assert nearest.tolist() == [*range(10)], "the digits of people that are most like each one"
 
 
+@pytest.mark.long
 def test_a_small_budget_is_kept_on_a_cpu_too(draw: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     pipe = draw.load(MODEL)
     chunkflow_compile.compile(pipe, device="cpu", memory="600KiB", lowering="eager", **draw.SMALL)

@@ -204,25 +204,31 @@ def test_other_groups(work: Callable[[int], None], on_ranks: Callable[..., None]
     on_ranks(work, world=4)
 
 
-def uneven_on_a_rank(rank: int) -> None:
+def uneven_on_a_rank(rank: int, fullgraph: bool, error: type[Exception], says: str) -> None:
     """The assertion of diffusers, and then the next even call."""
     size = Size(layers=1, singles=1, frames=1, height=6, width=10)  # 15 tokens of an image
     even = replace(size, height=8)
-    whole, in_parts = (True, Unsupported, "Assertion failed"), (False, AssertionError, "must be divisible by mesh size")
-    for fullgraph, error, says in (whole, in_parts):
-        torch._dynamo.reset()
-        model, twin = small_twins("wan", size, 2)
-        run = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options=EAGER)
-        with torch.no_grad():
-            for step in range(3):
-                check_small(run, twin, "wan", even, [step])
-                with pytest.raises(error, match=says):
-                    run(**small_inputs("wan", size, 0))
-        assert programs(model)[0].measurements[-1].moved_bytes > 0
+    model, twin = small_twins("wan", size, 2)
+    run = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options=EAGER)
+    with torch.no_grad():
+        check_small(run, twin, "wan", even, [0])
+        with pytest.raises(error, match=says):
+            run(**small_inputs("wan", size, 0))
+        check_small(run, twin, "wan", even, [1])
+    assert programs(model)[0].measurements[-1].moved_bytes > 0
     said = r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
     with pytest.raises(ChunkflowError, match=said):
         enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
 
 
-def test_what_the_degree_does_not_divide(on_ranks: Callable[..., None]) -> None:
-    on_ranks(uneven_on_a_rank)
+@pytest.mark.parametrize(
+    ("fullgraph", "error", "says"),
+    [
+        (True, Unsupported, "Assertion failed"),
+        pytest.param(False, AssertionError, "must be divisible by mesh size", marks=pytest.mark.long),
+    ],
+)
+def test_what_the_degree_does_not_divide(
+    fullgraph: bool, error: type[Exception], says: str, on_ranks: Callable[..., None]
+) -> None:
+    on_ranks(uneven_on_a_rank, fullgraph, error, says)

@@ -171,7 +171,9 @@ def moved(pair: Pair) -> int:
     return pair.counts.moved_bytes if pair.calls else 0
 
 
-@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("hunyuanvideo", "wan"))) for n in sorted(SMALL_MODELS)]
+)
 def test_a_family_in_any_order(name: str) -> None:
     """Three timesteps and two prompts, twice.  A hit moves main's weights; a miss moves the hoisted ones, too."""
     pair = Pair(small_twins(name, SIZE), inputs_of(name, SIZE))
@@ -503,10 +505,10 @@ def test_one_of_two_ranks_misses(on_ranks: Callable[..., None]) -> None:
 # Most misses in a generation with another prompt: none if the timestep alone is the key, two if a step calls the model with
 # batches of two sizes.
 PIPELINES = {"qwen-image": 0, "flux": 1, "hunyuanvideo": 1, "sd3": 1, "sd3.5": 2}
-SHORT = ("flux",)  # test_hoisting_by_kind.py has qwen-image
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in PIPELINES])
+@pytest.mark.long  # test_hoisting_by_kind.py runs a pipeline in make test
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline(name: str, applied: Applied) -> None:
     pipe, _ = applied(name, "3MiB" if "sd3" in name else "1MiB", hoist=True)
     placement = placement_of(pipe.transformer)

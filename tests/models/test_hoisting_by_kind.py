@@ -111,6 +111,7 @@ def test_the_second_generation_has_no_misses() -> None:
     assert sorted(steps.computed) == [STEPS] * (BLOCKS - 1) + [2 * STEPS]
 
 
+@pytest.mark.long
 def test_a_step_moves_less_by_the_hoisted_weights() -> None:
     """In the smallest memory, where every large weight is moved in every step."""
     found = []
@@ -200,12 +201,14 @@ def test_tables_are_within_the_budget() -> None:
     assert cycle.settings.outside >= tables and cycle.plan.device_bytes + cycle.settings.outside <= memory
 
 
+@pytest.mark.long
 def test_auto_hoists_where_no_copy_hides() -> None:
     steps = Steps(hoist="auto", weight_memory="512KiB", hardware=FAST, chunk_bytes=1024).compile()
     steps.generate(0)
     assert steps.computed == [STEPS] * BLOCKS
 
 
+@pytest.mark.long
 def test_hoisting_ends_if_no_step_comes_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,6 +236,7 @@ def test_which_models_are_compiled_whole(family: str, whole: bool) -> None:
         assert not compiled_whole(twin, {"hoist": True}), "the hooks of the cache stay between the blocks"
 
 
+@pytest.mark.long
 def test_flux_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
     size = Size(layers=2, singles=2)
     model, twin = small_twins("flux", size)
@@ -246,6 +250,7 @@ def test_flux_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
     assert "of 2 blocks" not in note and "1 of 2 calls found theirs" in note
 
 
+@pytest.mark.long
 def test_one_miss_computes_the_rows_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
     """LongCat-Image has blocks of two kinds, which take the same value."""
     model, twin = twins(

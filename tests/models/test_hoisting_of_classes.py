@@ -139,13 +139,17 @@ def _counts(model: Any) -> tuple[int, int, int]:
     return counts.row_hits, counts.row_misses, counts.moved_bytes
 
 
-@pytest.mark.parametrize("name", ["minimax-h3", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
-def test_what_changes_between_calls(name: str) -> None:
-    """A prompt, a weight, the plan, the size of the output, and the number of samples, two of which guidance makes."""
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("minimax-h3", False), *(pytest.param(n, True, marks=pytest.mark.long) for n in ("minimax-h3", *LONG))],
+)
+def test_what_changes_between_calls(name: str, sizes: bool) -> None:
+    """A prompt, a weight, the plan; ``sizes``: also the size of the output, and the number of samples, two of which guidance
+    makes."""
     arms = Arms(name)
     assert arms.generation(0)[0] == SIZE.layers + STEPS - 1
     hoisted = arms.hoisted
-    found = [arms.generation(1), arms.generation(2, replace(SIZE, height=8))]
+    found = [arms.generation(1), arms.generation(2, replace(SIZE, height=8) if sizes else SIZE)]
     assert found == [(0, [hoisted] * STEPS)] * 2 and hoisted > 0
     arms.both(lambda model: model.get_parameter(f"{HOISTED[name]}.weight").mul_(1.5))
     assert arms.generation(3)[0] == 1
@@ -153,12 +157,15 @@ def test_what_changes_between_calls(name: str) -> None:
     arms.both(lambda model: replan(model, slowdown=1000.0))
     misses, saved = arms.generation(5)
     assert misses == 0 and saved[-1] == hoisted
+    if not sizes:
+        return
     guided = replace(SIZE, batch=2)
     arms.generation(6, guided)
     misses, saved = arms.generation(7, guided)
     assert misses == 0 and saved[-1] == hoisted
 
 
+@pytest.mark.long  # in make test: test_hoisting.py
 def test_packed_weights_are_hoisted() -> None:
     arms = Arms("minimax-h3", torch.bfloat16, pack=True)
     assert arms.generation(0)[0] > 0
@@ -174,6 +181,7 @@ def test_compiled_kernels_compute_what_they_do_without_hoisting() -> None:
     assert arms.generation(1) == (0, [arms.hoisted] * STEPS)
 
 
+@pytest.mark.long  # in make test: test_hoisting.py
 def test_adapters_in_the_slots_of_hoisted_layers() -> None:
     """Loading one writes slots, which drops the rows; its scale is applied in main."""
     pytest.importorskip("peft")

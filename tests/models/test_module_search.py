@@ -142,7 +142,7 @@ def test_a_server_that_freezes_and_forks(way: str, freeze: Callable[[], None]) -
         child.kill()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_parameters_of_no_module_are_warned_of(
     frozen: bool, freeze: Callable[[], None], no_grad: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,6 +65,13 @@ USES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Call]]] = {
     "an int": (lambda y, n: y.roll(n, 1) * n, [((n,), {}) for n in INTS]),
 }
 INDUCTOR = ("a float", "floats in a dict", "a float and a size")
+CASES = [*((name, "eager", by_kind) for name in USES for by_kind in (False, True))]
+CASES += [(name, "inductor", by_kind) for name in INDUCTOR for by_kind in (False, True)]
+
+
+def short(name: str, lowering: str, by_kind: bool) -> bool:
+    """Whether make test runs the case."""
+    return name == "a float" or (lowering == "eager" and not by_kind)
 
 
 def run(step: Callable[..., torch.Tensor], twin: nn.Module, calls: Sequence[Call], open_sizes: bool) -> list[int]:
@@ -78,9 +85,9 @@ def run(step: Callable[..., torch.Tensor], twin: nn.Module, calls: Sequence[Call
     return made
 
 
-@pytest.mark.parametrize("by_kind", [False, True])
 @pytest.mark.parametrize(
-    ("name", "lowering"), [*((name, "eager") for name in USES), *((name, "inductor") for name in INDUCTOR)]
+    ("name", "lowering", "by_kind"),
+    [pytest.param(*case, marks=() if short(*case) else pytest.mark.long) for case in CASES],
 )
 def test_numbers_that_change(name: str, lowering: str, by_kind: bool) -> None:
     use, calls = USES[name]

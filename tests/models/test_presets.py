@@ -112,18 +112,21 @@ READ_BY_TOKENS = {
 }
 
 
+ONE_BLOCK = {
+    "sd3.5-large": "transformer_blocks.0",
+    "ltx-video": "transformer_blocks.0",
+    "longcat-image": "single_transformer_blocks.0",
+    "flux.2-klein-4b": "single_transformer_blocks.0",
+    "z-image-turbo": "layers.0",
+    "hunyuanvideo-1.5": "transformer_blocks.0",
+    "minimax-h3": "transformer_blocks.0",
+    "ltx-2": "transformer_blocks.0",
+}
+
+
 @pytest.mark.parametrize(
-    "name,block",
-    [
-        ("flux.2-klein-4b", "single_transformer_blocks.0"),
-        ("z-image-turbo", "layers.0"),
-        ("sd3.5-large", "transformer_blocks.0"),
-        ("ltx-video", "transformer_blocks.0"),
-        ("hunyuanvideo-1.5", "transformer_blocks.0"),
-        ("longcat-image", "single_transformer_blocks.0"),
-        ("minimax-h3", "transformer_blocks.0"),
-        ("ltx-2", "transformer_blocks.0"),
-    ],
+    ("name", "block"),
+    [pytest.param(*row, marks=[pytest.mark.long] * (i > 2)) for i, row in enumerate(ONE_BLOCK.items())],
 )
 def test_one_block_of_each_kind_of_a_preset(name: str, block: str) -> None:
     """Its call traces, and takes two FLOPs per parameter and token, and attention."""

@@ -107,6 +107,7 @@ def test_another_process_or_model_finds_the_regions(monkeypatch: pytest.MonkeyPa
         assert run(Stack()) == (0, 3)
 
 
+@pytest.mark.long
 def test_regions_of_open_sizes_are_found_by_other_sizes() -> None:
     def called(layers: int, *rows: int) -> None:
         torch._dynamo.reset()

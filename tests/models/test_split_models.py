@@ -53,9 +53,8 @@ def repeats(model: Any) -> set[int]:
     }
 
 
-@pytest.mark.parametrize(
-    "family", ["wan", *(pytest.param(name, marks=pytest.mark.long) for name in ("flux", "hunyuanvideo", "qwen-image"))]
-)
+@pytest.mark.long  # in make test, wan is combined with other options below
+@pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
 def test_families(family: str) -> None:
     model, run, twin = compiled(family)
     check_small(run, twin, family, SIZE, range(3))
@@ -105,7 +104,13 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("case", COMBINED.values(), ids=COMBINED)
+# make test combines slices with the first and the last.
+LONG = ("packing, hoisting", "adapters, hoisting")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=n, marks=[pytest.mark.long] * (n in LONG)) for n, c in COMBINED.items()]
+)
 def test_what_slices_are_combined_with(case: Combined) -> None:
     """A weight is written and the plan changes between calls, whose bits are those of an equal model."""
     model, run, twin = case.placed()
@@ -150,11 +155,11 @@ def test_slices_on_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(sliced_on_a_rank)
 
 
-@pytest.mark.parametrize("family", ["wan", "flux"])
+@pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.long)])
 def test_the_peak_of_the_allocator_falls_as_predicted(family: str) -> None:
     """Of a call, by the profile of torch's allocator, which does not count what the caller and the model hold."""
     size, peaks = replace(SIZE, layers=1, height=32, width=32), list[tuple[int, int]]()
-    for split in (1, 2, 4):
+    for split in (1, 2, *([4] if family == "flux" else [])):
         torch._dynamo.reset()
         model, run, twin = compiled(family, size, split=split)
         check_small(run, twin, family, size, range(1))
@@ -207,7 +212,13 @@ def test_the_budget_of_weights_and_activations_splits() -> None:
     check_small(run, twin, "wan", SIZE, range(1))
 
 
-@pytest.mark.parametrize("options", [{"split": 2}, {"memory": "500KiB", "weight_memory": None, "split": "auto"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"split": 2}, marks=pytest.mark.long),
+        {"memory": "500KiB", "weight_memory": None, "split": "auto"},
+    ],
+)
 def test_blocks_that_are_compiled_by_themselves(options: dict[str, Any]) -> None:
     """Their streams are inputs, which belong to the caller: they are not overwritten."""
     model, twin = small_twins("wan", SIZE)
@@ -258,6 +269,7 @@ def test_a_pipeline(applied: Applied) -> None:
     for seed in range(2):
         assert torch.equal(WAN.generate(pipe, seed, **TOKENS), expected("wan", seed, **TOKENS))
     assert repeats(pipe.transformer) == {1, 8} and bytes_moved(phase) >= bytes_read(phase) > 0
+    assert repeats(pipe.text_encoder) == {1}, "it runs once per generation"
     live = max(p.program.problem.live_bytes for p in chunkflow_compile.programs(pipe.transformer))
     assert phase.activations == live + sum(p.kept for p in budget.phases) == budget.usable - phase.budget + phase.kept
     text = str(chunkflow_compile.explain(pipe, details=True))
@@ -270,6 +282,7 @@ def test_a_pipeline(applied: Applied) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_pipeline_with_too_little_memory(applied: Applied) -> None:
     """Before a weight of the blocks moves it is refused, with the memory in which they run in as many slices as possible."""
     pipe, _ = applied(memory="400KiB")
@@ -285,6 +298,7 @@ def test_a_pipeline_with_too_little_memory(applied: Applied) -> None:
     torch.testing.assert_close(got, expected("wan", **TOKENS), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_sizes_of_a_pipeline(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
     """The second size would leave its tokens open: if whole blocks do not fit there, it is compiled by itself, in slices."""
     pipe, _ = applied(memory="600KiB")
@@ -296,6 +310,7 @@ def test_sizes_of_a_pipeline(applied: Applied, caplog: pytest.LogCaptureFixture)
     assert "is compiled for each size: blocks can be split into slices only at fixed sizes" in caplog.text
 
 
+@pytest.mark.long
 def test_slices_of_a_pipeline_as_the_user_says(applied: Applied) -> None:
     """Only of what runs in every step: text encoders stay whole."""
     pipe, _ = applied(memory="4MiB", split=2)

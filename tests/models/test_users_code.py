@@ -3,6 +3,7 @@ diffusers has for its transformers."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -111,8 +112,18 @@ class Blocks(Stack):
         self.blocks.extend(cls(32) for cls in classes for _ in range(2))
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("classes", [(Looped, Mapped, Scanned, Branched), (Attends,)], ids=["loops", "flex_attention"])
+LOOPS, FLEX = (Looped, Mapped, Scanned, Branched), (Attends,)
+
+
+@pytest.mark.parametrize(
+    ("classes", "way"),
+    [
+        pytest.param(LOOPS, "by kind", id="loops-by kind"),
+        pytest.param(FLEX, "whole", id="flex_attention-whole"),
+        pytest.param(LOOPS, "whole", id="loops-whole", marks=pytest.mark.long),
+        pytest.param(FLEX, "by kind", id="flex_attention-by kind", marks=pytest.mark.long),
+    ],
+)
 def test_weights_that_functions_of_torch_capture(classes: Any, way: str) -> None:
     model, twin = twins(partial(Blocks, *classes))
     placed(model, way)
@@ -128,9 +139,14 @@ def values(kind: Callable[[torch.Tensor], torch.Tensor], part: str, seed: int) -
     return {name: kind(torch.randn_like(p) / 4) for name, p in Stack().named_parameters() if part in name}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("part", ["", "head", "blocks.1.up"])
-def test_functional_call(way: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "way"),
+    [
+        pytest.param(*case, marks=() if case == ("", "lazy") or case[0] == "blocks.1.up" else pytest.mark.long)
+        for case in itertools.product(("", "head", "blocks.1.up"), WAYS)
+    ],
+)
+def test_functional_call(part: str, way: str) -> None:
     """Also the first call, with tensors and with parameters; each keeps its values for its call."""
     model, twin = twins(Stack)
     placed(model, way, min_bytes=512)
@@ -162,9 +178,14 @@ def _added(forward: Any, down: nn.Module, up: nn.Module, x: torch.Tensor) -> tor
     return added
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["before placing", "after placing", "after a call"])
-def test_layers_outside_the_model(way: str, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [
+        pytest.param(*case, marks=() if case[0] == "after a call" or case[1] == "whole" else pytest.mark.long)
+        for case in itertools.product(("before placing", "after placing", "after a call"), WAYS)
+    ],
+)
+def test_layers_outside_the_model(when: str, way: str) -> None:
     """Those below ``min_bytes`` are inputs like any other."""
     model, twin = twins(Stack)
     if when == "before placing":

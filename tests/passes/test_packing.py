@@ -117,7 +117,9 @@ def test_random_weights_come_back() -> None:
     assert fitted > 700
 
 
-@pytest.mark.parametrize("shape", [(1,), (1537, 129), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(1537, 129), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((1,), (2, 3, 4, 5)))]
+)
 def test_inductor_unpacks_the_same_bits(shape: tuple[int, ...]) -> None:
     """Also for a reader in the same graph."""
     g = torch.Generator().manual_seed(len(shape))

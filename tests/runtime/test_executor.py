@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import OwnClock
-from conftest import OPTIONS, WITHIN
+from conftest import EAGER, OPTIONS, WITHIN
 from helpers import Coalesced, Stack, allocated_peak, check_steps, twins
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -51,7 +51,7 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
         check_steps(run, twin, 1)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_value_is_gone_when_the_region_returns_that_reads_it_last(lowering: str, no_grad: None) -> None:
     _, _, run, runner = streaming(lowering=lowering)
     alive: list[int] = []
@@ -170,7 +170,7 @@ def test_aotautograd_wraps_only_what_it_must(
     asked = tracing._needs_no_wrapper
     monkeypatch.setattr(tracing, "_needs_no_wrapper", lambda *given: answers.append(asked(*given)) or answers[-1])
     model, twin = Returns(way).eval(), Returns(way).eval()
-    options = {**OPTIONS, "min_bytes": 1024}  # biases stay where they are
+    options = {**EAGER, "min_bytes": 1024}  # biases stay where they are
     run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=way == "symbols", options=options)
     for rows in (4, 4, 6 if way == "symbols" else 4):
         x = torch.randn(rows, 8)

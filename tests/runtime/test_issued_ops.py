@@ -196,7 +196,7 @@ class Calls:
 
     def __init__(self, device: LoggingDevice, drawn: Drawn = DRAWN, files: bool = False) -> None:
         self.device = device
-        self.bench = CycleBench(drawn, peers=True, files=files)
+        self.bench = CycleBench((*drawn[:3], replace(drawn[3], peers=True, drive=files)))
         self.cycle = self.bench.cycle
         verify(self.cycle)
         assert len(self.cycle.ops) == 2
